@@ -1,0 +1,473 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy", "tqdm"]
+# ///
+"""RNNsearch: translate while learning where to look.
+Bahdanau, Cho, Bengio 2015, Neural Machine Translation by Jointly Learning to Align and Translate, arXiv 1409.0473
+
+    h_j = [->h_j ; <-h_j]                                annotation of source word j                          (7)
+    e_ij = v_a^T tanh(W_a s_{i-1} + U_a h_j)             how well h_j matches the decoder's state             A.1.2
+    alpha_ij = softmax_j e_ij                            the alignment                                        (6)
+    c_i = sum_j alpha_ij h_j                             the context, made anew for every target word         (5)
+    s_i = f(s_{i-1}, y_{i-1}, c_i)                       gated unit; attention comes before it                A.1.1
+    p(y_i | y_<i, x) = g(y_{i-1}, s_i, c_i)              maxout, softmax                                      (4)
+
+    python bahdanau.py                                   learns the built-in corpus: TODO
+    python bahdanau.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
+
+Deviations from the paper
+- The encoder runs on torch's fused GRU, which computes r o (U h) where the paper has U (r o h): TODO times faster.
+  The decoder's cell is the paper's own.
+- The deep output reads s_i as equation (4) has it, not s_{i-1} as A.2.2 prints it: TODO.
+- Batches come from the whole corpus sorted by length, not from 1,600 pairs at a time: less padding.
+- The default Config is small, trains with Adam and drops out embeddings and annotations, so that it learns on a
+  laptop in two minutes and its attention looks where the word is. --paper is the paper's.
+"""
+import argparse, dataclasses, html, inspect, itertools, json, math, os, re, sys, time, typing
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import data
+from data import BOS, EOS, PAD
+
+@dataclasses.dataclass
+class Config:
+    src_vocab: int = 30000  # source words kept, the most frequent ones; the others become <unk>
+    tgt_vocab: int = 30000  # target words kept
+    emb: int = 128          # m, size of a word embedding
+    hidden: int = 128       # n, hidden units of each encoder direction and of the decoder
+    attn: int = 64          # n', hidden units of the alignment model
+    maxout: int = 64        # l, maxout units of the deep output
+    dropout: float = 0.2    # on embeddings and annotations; the paper has none
+    init: float = 0.1       # standard deviation of the initial weights, the recurrent ones aside: those are orthogonal
+    init_attn: float = 0.15 # the same of W_a and U_a
+    optimizer: typing.Literal["adam", "adadelta"] = "adam"  # adadelta is the paper's
+    lr: float = 0.011       # learning rate
+    warmup: int = 30        # steps until Adam's learning rate is reached; from there it falls to 0
+    clip: float = 1.0       # a gradient of greater norm is scaled down to it
+    smoothing: float = 0.1  # label smoothing; the paper has none
+    tokens: int = 2048      # source and target tokens in a batch, padding counted
+    sentences: int = 1000   # sentences in a batch at most
+    steps: int = 520        # training steps
+    every: int = 100        # steps between two looks at the validation set
+    max_len: int = 50       # pairs with a longer side are left out of training (the built-in corpus goes to 30)
+    min_count: int = 1      # rarer words become <unk>
+    joint: bool = False     # one vocabulary for both languages
+    seed: int = 1           # of all that is random
+
+    @classmethod
+    def paper(cls, **overrides):
+        """Section 4.2 and appendix B."""
+        return cls(**dict(emb=620, hidden=1000, attn=1000, maxout=500, dropout=0.0, init=0.01, init_attn=0.001, smoothing=0.0,
+                          optimizer="adadelta", lr=1.0, sentences=80, tokens=10000, steps=300000, every=2000) | overrides)
+
+# B batch, S source length, T target length, E embedding, H hidden, A alignment units, V vocabulary
+
+class AdditiveAttention(nn.Module):
+    """Where in the source does the next target word come from?"""
+
+    def __init__(self, query, key, units):
+        super().__init__()
+        self.W_a = nn.Linear(query, units, bias=False)
+        self.U_a = nn.Linear(key, units, bias=False)
+        self.v_a = nn.Parameter(torch.zeros(units))
+
+    def forward(self, s, keys, h, mask):                                          # s (B,H)  keys = U_a h (B,S,A)  h (B,S,2H)
+        e = torch.tanh(self.W_a(s).unsqueeze(1) + keys) @ self.v_a                # A.1.2                            (B,S)
+        alpha = e.masked_fill(mask, -torch.inf).softmax(-1)                       # eq. (6); padding gets zero       (B,S)
+        c = (alpha.unsqueeze(-1) * h).sum(1)                                      # eq. (5)                          (B,2H)
+        return c, alpha
+
+class GatedUnit(nn.Module):
+    """The decoder's recurrence, A.1.1: the context enters the candidate and both gates."""
+
+    def __init__(self, emb, hidden, context):
+        super().__init__()
+        self.W = nn.Linear(emb, 3 * hidden)                      # W_z, W_r, W in one matrix, and so below
+        self.C = nn.Linear(context, 3 * hidden, bias=False)
+        self.U_zr = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.U = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, We, s, c):                                                  # We = W e(y_{i-1}) (B,3H)  s (B,H)  c (B,2H)
+        gates, candidate = (We + self.C(c)).split([2 * s.size(-1), s.size(-1)], -1)
+        z, r = torch.sigmoid(gates + self.U_zr(s)).chunk(2, -1)
+        s_tilde = torch.tanh(candidate + self.U(r * s))                           # U [r o s], not r o (U s)
+        return torch.lerp(s, s_tilde, z)                                          # (1 - z) o s + z o s_tilde
+
+class Encoder(nn.Module):
+    """Two recurrent networks over one embedding, each reading the sentence from its own end."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.E = nn.Embedding(cfg.src_vocab, cfg.emb)
+        self.right = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)
+        self.left = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)
+        self.drop = nn.Dropout(cfg.dropout)
+
+    def forward(self, src):
+        length, place = (src != PAD).sum(1, keepdim=True), torch.arange(src.size(1), device=src.device)
+        turn = ((length - 1 - place) % src.size(1)).unsqueeze(-1)     # turns the words around and leaves padding behind them
+        x = self.drop(self.E(src))                                                # (B,S,E)
+        right, _ = self.right(x)
+        left, _ = self.left(x.gather(1, turn.expand_as(x)))
+        left = left.gather(1, turn.expand_as(left))
+        return self.drop(torch.cat([right, left], -1))                            # eq. (7)   (B,S,2H)
+
+class RNNsearch(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.encoder = Encoder(cfg)
+        self.E = nn.Embedding(cfg.tgt_vocab, cfg.emb)
+        self.drop = nn.Dropout(cfg.dropout)
+        self.attention = AdditiveAttention(cfg.hidden, 2 * cfg.hidden, cfg.attn)
+        self.cell = GatedUnit(cfg.emb, cfg.hidden, 2 * cfg.hidden)
+        self.W_s = nn.Linear(cfg.hidden, cfg.hidden)
+        self.U_o = nn.Linear(cfg.hidden, 2 * cfg.maxout)
+        self.V_o = nn.Linear(cfg.emb, 2 * cfg.maxout, bias=False)
+        self.C_o = nn.Linear(2 * cfg.hidden, 2 * cfg.maxout, bias=False)
+        self.W_o = nn.Linear(cfg.maxout, cfg.tgt_vocab)
+        self.init(cfg)
+
+    @torch.no_grad()
+    def init(self, cfg):
+        """Appendix B.1: recurrent matrices orthogonal, v_a and biases zero, all others normal."""
+        for name, p in self.named_parameters():
+            if p.ndim == 1: p.zero_()
+            elif "weight_hh" in name or "cell.U" in name:
+                for gate in p.split(p.size(1)): nn.init.orthogonal_(gate)
+            else: p.normal_(0, cfg.init_attn if "_a." in name else cfg.init)
+
+    def encode(self, src):
+        h = self.encoder(src)
+        return h, self.attention.U_a(h), src == PAD               # U_a h does not depend on i: computed once
+
+    def start(self, memory):
+        h, _, _ = memory
+        return torch.tanh(self.W_s(h[:, 0, h.size(-1) // 2:]))                    # s_0 from <-h_1, A.2.2   (B,H)
+
+    def readout(self, s, y, c):
+        t_tilde = self.U_o(s) + self.V_o(y) + self.C_o(c)                         # A.2.2   (..,2l)
+        t = t_tilde.unflatten(-1, (-1, 2)).amax(-1)                               # maxout over pairs   (..,l)
+        return self.W_o(t)
+
+    def step(self, y, s, memory):                                                 # y (B,)  s (B,H)
+        h, keys, mask = memory
+        y = self.drop(self.E(y))
+        c, _ = self.attention(s, keys, h, mask)
+        s = self.cell(self.cell.W(y), s, c)
+        return self.readout(s, y, c), s
+
+    def forward(self, src, tgt_in, need_alpha=False):
+        h, keys, mask = memory = self.encode(src)
+        y = self.drop(self.E(tgt_in))                                             # (B,T,E)
+        We, s = self.cell.W(y), self.start(memory)
+        steps = []
+        for i in range(tgt_in.size(1)):                           # only what needs s_{i-1} happens in here
+            c, alpha = self.attention(s, keys, h, mask)
+            s = self.cell(We[:, i], s, c)
+            steps.append((s, c, alpha))
+        s, c, alpha = (torch.stack(x, 1) for x in zip(*steps))                    # (B,T,H), (B,T,2H), (B,T,S)
+        logits = self.readout(s, y, c)                                            # (B,T,V)
+        return (logits, alpha) if need_alpha else logits
+
+def make_optimizer(model, cfg):
+    if cfg.optimizer == "adadelta": return torch.optim.Adadelta(model.parameters(), lr=cfg.lr, rho=0.95, eps=1e-6)
+    return torch.optim.Adam(model.parameters(), lr=cfg.lr)
+
+def learning_rate(cfg, step):
+    if cfg.optimizer == "adadelta": return cfg.lr
+    return cfg.lr * min(step / cfg.warmup, 1 - (step - 1) / cfg.steps)
+
+Model = RNNsearch
+
+# ---- the same in every script from here on ----
+
+def autocast(x):
+    return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda)
+
+def nll(logits, y, smoothing=0.0):
+    """Negative log-likelihood of y (B,T), summed over all that is not padding."""
+    logits, y = logits.flatten(0, 1).float(), y.flatten()
+    return F.cross_entropy(logits, y, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+
+def make_train_step(model, cfg, optimizer=None):
+    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16."""
+    optimizer = optimizer or make_optimizer(model, cfg)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
+
+    def step(src, tgt):
+        model.train()
+        with autocast(src):
+            loss = nll(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing)
+        total = torch.stack([loss.detach(), (tgt[:, 1:] != PAD).sum()])
+        if world > 1: dist.all_reduce(total)  # a token weighs the same on whichever process it is
+        (loss * world / total[1]).backward()  # times world: DistributedDataParallel takes the mean, wanted is the sum
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total[0] / total[1]
+    return step
+
+@torch.no_grad()
+def greedy(model, src, max_len):
+    """The likeliest word after word, for all sentences at once: (B,T'), EOS kept, PAD after it.
+    max_len, one for all or one each, counts EOS. No sentence's result depends on its batchmates."""
+    model.eval()
+    limit = torch.as_tensor(max_len, device=src.device).expand(src.size(0))
+    out = src.new_full((src.size(0), int(limit.max())), PAD)
+    with autocast(src):
+        memory = model.encode(src)
+        state, y, done = model.start(memory), torch.full_like(src[:, 0], BOS), limit <= 0
+        for t in range(out.size(1)):
+            if done.all(): return out[:, :t]
+            logits, state = model.step(y, state, memory)
+            out[:, t] = y = logits.argmax(-1).masked_fill(done, PAD)
+            done = done | (y == EOS) | (y == PAD) | (t + 1 >= limit)
+    return out
+
+@torch.no_grad()
+def align(model, src, tgt):
+    """alpha (B,T,S) of a given target, in one forced pass."""
+    model.eval()
+    return model(src, tgt[:, :-1], need_alpha=True)[1]
+
+def links(alpha):
+    """{(source index, target index), ...}: where each target word's row has its maximum. EOS, last of both, has no link."""
+    return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
+
+def pharaoh(alpha):
+    return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
+
+def batched(model, pairs, vocabularies):
+    """Pairs of sentences, like lengths together, as (their indices, src, tgt) on the model's device."""
+    bitext, device = data.Bitext(pairs, vocabularies), next(model.parameters()).device
+    for rows in bitext.cut(tokens=4096):
+        yield rows, *(torch.from_numpy(x).to(device) for x in bitext.batch(rows))
+
+def translate(model, sentences, vocabularies):
+    out = [[] for _ in sentences]
+    for rows, src, _ in batched(model, [(words, []) for words in sentences], vocabularies):
+        n = (src != PAD).sum(1) - 1
+        for row, ids in zip(rows, greedy(model, src, (2 * n + 10) * (n > 0)).tolist()):
+            out[row] = [vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)]
+    return out
+
+def alignments(model, pairs, vocabularies):
+    """alpha of each pair, target words and EOS by source words and EOS."""
+    out = [None for _ in pairs]
+    for rows, src, tgt in batched(model, pairs, vocabularies):
+        for row, alpha in zip(rows, align(model, src, tgt).float().cpu().numpy()):
+            out[row] = alpha[:len(pairs[row][1]) + 1, :len(pairs[row][0]) + 1]
+    return out
+
+@torch.no_grad()
+def loss_of(model, pairs, vocabularies):
+    """Per target token, EOS counted."""
+    model.eval()
+    total = tokens = 0
+    for _, src, tgt in batched(model, pairs, vocabularies):
+        with autocast(src): total += nll(model(src, tgt[:, :-1]), tgt[:, 1:]).item()
+        tokens += (tgt[:, 1:] != PAD).sum().item()
+    return total / tokens
+
+def evaluate(model, pairs, vocabularies):
+    """Greedy translations against the references, and the alignment of the references against gold where there is gold."""
+    loss, hypotheses, buckets = loss_of(model, pairs, vocabularies), translate(model, [p[0] for p in pairs], vocabularies), {}
+    for (source, target, *_), hypothesis in zip(pairs, hypotheses):
+        buckets.setdefault((len(source) - 1) // 10, []).append((hypothesis, target))
+    gold, found = [p[2] for p in pairs if len(p) > 2], map(links, alignments(model, pairs, vocabularies))
+    return {"loss": loss, "ppl": math.exp(loss), "bleu": data.bleu(hypotheses, [p[1] for p in pairs]),
+            "aer": data.aer(list(found), gold) if gold else None,
+            "bleu_by_length": {f"{10 * k + 1}-{10 * k + 10}": data.bleu(*zip(*v)) for k, v in sorted(buckets.items())}}
+
+def heatmap(source, target, alpha):
+    """alpha in the terminal: a column a source word, a row a target word."""
+    high, wide = (max(map(len, words), default=0) for words in (source, target))
+    head = [" " * (wide + 1) + " ".join(word.rjust(high)[k] for word in source) for k in range(high)]
+    return "\n".join(head + [word.rjust(wide) + " " + "".join(" ░▒▓█"[min(int(5 * a), 4)] * 2 for a in row[:len(source)])
+                             for word, row in zip(target, alpha)])
+
+def svg(source, target, alpha, cell=22):
+    """The same as a picture, readable on light and dark."""
+    left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
+    parts = [f'<text transform="translate({left + cell * j + 15},{top - 6}) rotate(-90)">{html.escape(w)}</text>' for j, w in enumerate(source)]
+    parts += [f'<text x="{left - 6}" y="{top + cell * i + 15}" text-anchor="end">{html.escape(w)}</text>' for i, w in enumerate(target)]
+    parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" opacity="{0.07 + 0.93 * a:.2f}"/>'
+              for i, row in enumerate(alpha[:len(target)]) for j, a in enumerate(row[:len(source)])]
+    style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
+    size = f'width="{left + cell * len(source) + 12}" height="{top + cell * len(target) + 12}" font-family="monospace" font-size="15"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>', *parts, "</svg>\n"])
+
+def dump(path, pairs, alphas):
+    """path.npz: the soft weights; path.txt: Pharaoh links, a line a pair; path.svg: the first pair as a picture."""
+    np.savez_compressed(f"{path}.npz", source=[" ".join(p[0]) for p in pairs], target=[" ".join(p[1]) for p in pairs],
+                        **{f"alpha_{k}": alpha for k, alpha in enumerate(alphas)})
+    Path(f"{path}.txt").write_text("".join(pharaoh(alpha) + "\n" for alpha in alphas))
+    Path(f"{path}.svg").write_text(svg(*pairs[0][:2], alphas[0]), encoding="utf-8")
+
+def save(path, content):
+    """Whole or not at all: written beside the old file, then put in its place."""
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+def load(path, device):
+    """(checkpoint, vocabularies) of a run of this script."""
+    try: checkpoint = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError: raise data.InputError(f"{path}: no such file; train first, or name the run's folder with --out") from None
+    except Exception as error: raise data.InputError(f"{path}: not a sound checkpoint ({type(error).__name__}); train anew") from None
+    if checkpoint["script"] != Path(__file__).stem: raise data.InputError(f"{path}: belongs to {checkpoint['script']}.py; use that")
+    return checkpoint, [data.Vocabulary(words) for words in checkpoint["words"]]
+
+def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
+    """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    optimizer, device = make_optimizer(model, cfg), next(model.parameters()).device
+    now = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "best": math.inf}
+    if resume:
+        model.load_state_dict(resume["model"])
+        optimizer.load_state_dict(resume["optimizer"])
+        torch.set_rng_state(resume["random"].cpu())
+        now = resume["now"]
+    train_step, clock = make_train_step(model, cfg, optimizer), time.perf_counter()
+    bar = tqdm(total=cfg.steps, initial=now["step"], unit="step", disable=True if rank else None)
+    while now["step"] < cfg.steps:
+        for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world):
+            now["step"], now["batch"] = now["step"] + 1, now["batch"] + 1
+            now["tokens"] += world * int((src != PAD).sum() + (tgt[:, 1:] != PAD).sum())
+            for group in optimizer.param_groups: group["lr"] = learning_rate(cfg, now["step"])
+            loss = train_step(*(torch.from_numpy(x).to(device) for x in (src, tgt)))
+            bar.update()
+            if now["step"] % cfg.every == 0 or now["step"] == cfg.steps:
+                loss, now["seconds"] = loss.item(), now["seconds"] + time.perf_counter() - clock
+                if rank == 0: look(model, cfg, valid, vocabularies, out, optimizer, now, loss, bar)
+                clock = time.perf_counter()  # looking is not training
+            if now["step"] == cfg.steps: break
+        else: now["epoch"], now["batch"] = now["epoch"] + 1, 0
+    bar.close()
+    return now
+
+def look(model, cfg, valid, vocabularies, out, optimizer, now, loss, bar):
+    """Scores valid, writes a line of the log, and saves."""
+    score, best = loss_of(model, valid, vocabularies), now["best"]
+    note(out, step=now["step"], loss=loss, valid_loss=score, lr=optimizer.param_groups[0]["lr"], seconds=now["seconds"])
+    bar.set_postfix(loss=f"{loss:.3f}", valid=f"{score:.3f}")
+    now["best"] = min(best, score)
+    content = {"script": Path(__file__).stem, "config": dataclasses.asdict(cfg), "words": [v.words for v in vocabularies],
+               "model": model.state_dict()}
+    if score < best: save(out / "model.pt", content)
+    save(out / "last.pt", content | {"optimizer": optimizer.state_dict(), "now": now, "random": torch.get_rng_state()})
+
+def note(out, **line):
+    with open(out / "log.jsonl", "a") as log: log.write(json.dumps(line) + "\n")
+
+def train(args, cfg, device):
+    begin, out, resume, rank = time.perf_counter(), args.out, None, dist.get_rank() if dist.is_initialized() else 0
+    if args.resume:
+        resume, vocabularies = load(out / "last.pt", device)
+        cfg = Config(**resume["config"] | given(args))
+    elif (out / "model.pt").exists(): raise data.InputError(f"{out}: holds a run already; go on with --resume or name another --out")
+    if args.train:
+        if not args.valid: raise data.InputError("--train needs --valid SRC TGT, text to choose the best model by")
+        pairs, valid = lambda: data.read_pairs(*args.train), list(data.read_pairs(*args.valid))
+        if not valid: raise data.InputError(f"{args.valid[0]}: is empty; give at least one pair")
+        test, example = valid, valid[0][0]
+    else:
+        sizes, example = {"train": 50000, "valid": 500, "test": 1000}, data.EXAMPLE.split()
+        known, valid, test = (data.toy(n, max_len=args.max_len or 30, split=split) for split, n in sizes.items())
+        pairs = lambda: known
+    if not resume: vocabularies = data.vocabularies(pairs(), (cfg.src_vocab, cfg.tgt_vocab), cfg.min_count, cfg.joint)
+    cfg.src_vocab, cfg.tgt_vocab = (len(v.words) for v in vocabularies)
+    corpus = data.Bitext(pairs(), vocabularies, cfg.max_len)
+    if not len(corpus): raise data.InputError(f"{args.train[0]}: no pair of 1 to {cfg.max_len} words a side; see --max-len")
+    torch.manual_seed(cfg.seed + rank)
+    model = Model(cfg).to(device)
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        print(f"{len(corpus):,} pairs, {corpus.skipped:,} left out; {cfg.src_vocab:,} and {cfg.tgt_vocab:,} words; "
+              f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
+    now = fit(model, cfg, corpus, valid, vocabularies, out, resume)
+    if rank == 0: report(model, cfg, test, example, vocabularies, out, now, begin)
+
+def report(model, cfg, test, example, vocabularies, out, now, begin):
+    """What the best model does on the test set (on valid, for your own text), and where it looks."""
+    device = next(model.parameters()).device
+    model.load_state_dict(load(out / "model.pt", device)[0]["model"])
+    scores, sources = evaluate(model, test, vocabularies), [example] + [p[0] for p in test[:99]]
+    pairs = list(zip(sources, translate(model, sources, vocabularies)))
+    alphas = alignments(model, pairs, vocabularies)
+    dump(out / "align", pairs, alphas)
+    seconds, speed, memory = time.perf_counter() - begin, now["tokens"] / now["seconds"], peak_memory(device)
+    note(out, final=True, **scores, seconds=seconds, tokens_per_second=speed, peak_memory_gib=memory, seed=cfg.seed, steps=now["step"])
+    print(f"\n{' '.join(pairs[0][0])}\n{' '.join(pairs[0][1])}\n\n{heatmap(*pairs[0], alphas[0])}\n")
+    print(f"{len(test):,} sentences: loss {scores['loss']:.4f}, perplexity {scores['ppl']:.3f}, BLEU {scores['bleu']:.2f}"
+          + (f", AER {scores['aer']:.3f}" if scores["aer"] is not None else ""))
+    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in scores["bleu_by_length"].items()))
+    print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/")
+
+def peak_memory(device):
+    if device.type == "cuda": return torch.cuda.max_memory_allocated() / 2**30
+    try: import resource
+    except ImportError: return math.nan  # Windows does not tell
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.error = lambda message: fail(f"{message}; see --help")
+    flag, pair = parser.add_argument, dict(nargs=2, metavar=("SRC", "TGT"))
+    flag("--train", **pair, help="text to learn from, aligned line by line, .gz or not (default: the built-in corpus)")
+    flag("--valid", **pair, help="text to choose the best model by, and to score it on")
+    flag("--translate", action="store_true", help="translate stdin to stdout, line for line")
+    flag("--align", **pair, help="write the alignment of two files to stdout, as Pharaoh pairs i-j")
+    flag("--out", type=Path, default=Path("runs", Path(__file__).stem), help="the run's folder (default: %(default)s)")
+    flag("--resume", action="store_true", help="go on with the run in --out; its --train and --valid must be given again")
+    flag("--paper", action="store_true", help="the paper's sizes and recipe")
+    flag("--device", help="cpu, cuda or mps (default: the best there is)")
+    comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))
+    for field in dataclasses.fields(Config):
+        kind = {bool: dict(action=argparse.BooleanOptionalAction)}.get(field.type, dict(type=field.type))
+        if typing.get_args(field.type): kind = dict(choices=typing.get_args(field.type))
+        paper = getattr(Config.paper(), field.name)
+        flag("--" + field.name.replace("_", "-"), default=None, **kind, help=f"{comments[field.name]} (default: {field.default}"
+             + (f", --paper: {paper})" if paper != field.default else ")"))
+    return parser.parse_args(argv)
+
+def given(args):
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+
+def fail(message):
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+def main(argv=None):
+    args, best = parse(argv), "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    sys.stdout.reconfigure(encoding="utf-8")
+    if "LOCAL_RANK" in os.environ:  # one of several processes of torchrun
+        if best == "cuda": torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if best == "cuda" else "gloo")
+    try: device = torch.empty(0, device=args.device or best).device
+    except (RuntimeError, AssertionError): fail(f"--device {args.device}: not on this machine; it has {best}")
+    try:
+        if not args.translate and not args.align:
+            return train(args, Config.paper(**given(args)) if args.paper else Config(**given(args)), device)
+        checkpoint, vocabularies = load(args.out / "model.pt", device)
+        model = Model(Config(**checkpoint["config"])).to(device)
+        model.load_state_dict(checkpoint["model"])
+        lines = data.read_pairs(*args.align) if args.align else data.read(0)
+        while chunk := list(itertools.islice(lines, 1000)):
+            if args.align: chunk = map(pharaoh, alignments(model, chunk, vocabularies))
+            else: chunk = map(" ".join, translate(model, chunk, vocabularies))
+            print(*chunk, sep="\n", flush=True)
+    except data.InputError as error: fail(error)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,568 @@
+"""Everything is held against something independent: equations as naive loops, finite differences, sacreBLEU, counting.
+
+    python -m pytest -q test_all.py
+"""
+import ast, collections, gzip, importlib, itertools, json, math, random, re, subprocess, sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+
+import data
+from data import BOS, EOS, PAD, UNK
+
+HERE = Path(__file__).parent
+MARKER = "# ---- the same in every script from here on ----\n"
+TINY = dict(src_vocab=13, tgt_vocab=11, emb=6, hidden=5, attn=7, maxout=4, dropout=0.0, init=0.5)
+
+# one line a script: its model, small sizes to test it with, and a call for each attention class that a reader may lift
+SCRIPTS = {
+    "bahdanau": ("RNNsearch", TINY, {"AdditiveAttention": lambda C: C(4, 6, 5)(rand(2, 4), rand(2, 3, 5), rand(2, 3, 6), rand(2, 3) > 1)}),
+}
+scripts = pytest.mark.parametrize("name", SCRIPTS)
+
+
+def rand(*shape):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def build(name, seed=0, **changes):
+    """A random model in float64, its module and its config."""
+    module, (cls, sizes, _) = importlib.import_module(name), SCRIPTS[name]
+    torch.manual_seed(seed)
+    cfg = module.Config(**sizes | changes)
+    model = getattr(module, cls)(cfg).double().eval()
+    with torch.no_grad():
+        for p in model.parameters(): p.add_(torch.randn_like(p) * 0.3)  # so that no zero of the initialisation hides a fault
+    return module, cfg, model
+
+
+def sentences(seed, B=None, S=None, T=None, V=(13, 11)):
+    """A random batch with sentences of different lengths, as the contract has it."""
+    r = random.Random(seed)
+    B, S, T = B or r.randint(2, 5), S or r.randint(3, 9), T or r.randint(3, 9)
+    pairs = [([r.randrange(4, V[0]) for _ in range(r.randint(1, S - 1))], [r.randrange(4, V[1]) for _ in range(r.randint(1, T - 1))]) for _ in range(B)]
+    src, tgt = torch.full((B, S), PAD), torch.full((B, T + 1), PAD)
+    for row, (s, t) in enumerate(pairs):
+        src[row, :len(s) + 1] = torch.tensor(s + [EOS])
+        tgt[row, :len(t) + 2] = torch.tensor([BOS] + t + [EOS])
+    return src[:, :max(len(s) + 1 for s, _ in pairs)], tgt[:, :max(len(t) + 2 for _, t in pairs)]
+
+
+def close(a, b, tolerance=1e-9):
+    assert a.shape == b.shape and (a - b).abs().max() < tolerance, (a.shape, b.shape, (a - b).abs().max())
+
+
+# ---- the papers, equation by equation ----------------------------------------------------------------------------------
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def torch_gru(x, W, U, b, c):
+    """torch's GRU, the encoder's deviation from the paper: r o (U h + c), and z weighs the old state."""
+    h, out, n = np.zeros(U.shape[1]), [], U.shape[1]
+    for x_t in x:
+        a, u = W @ x_t + b, U @ h + c
+        r, z = sigmoid(a[:n] + u[:n]), sigmoid(a[n:2 * n] + u[n:2 * n])
+        h = (1 - z) * np.tanh(a[2 * n:] + r * u[2 * n:]) + z * h
+        out.append(h)
+    return out
+
+
+def rnnsearch(p, source, target):
+    """Bahdanau et al., one sentence, one word, one source position at a time. Returns log p(y_i) for every i, and alpha."""
+    gru = lambda side: (p[f"encoder.{side}.{k}_l0"] for k in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+    x = [p["encoder.E.weight"][w] for w in source]
+    right, left = torch_gru(x, *gru("right")), torch_gru(x[::-1], *gru("left"))[::-1]
+    h = [np.concatenate([f, b]) for f, b in zip(right, left)]                                       # (7)
+    n = len(left[0])
+    W_z, W_r, W = np.split(p["cell.W.weight"], 3)
+    b_z, b_r, b = np.split(p["cell.W.bias"], 3)
+    C_z, C_r, C = np.split(p["cell.C.weight"], 3)
+    U_z, U_r = np.split(p["cell.U_zr.weight"], 2)
+    s = np.tanh(p["W_s.weight"] @ left[0] + p["W_s.bias"])                                          # A.2.2
+    log_p, alphas = [], []
+    for y_before, y in zip(target, target[1:]):
+        e = [p["attention.v_a"] @ np.tanh(p["attention.W_a.weight"] @ s + p["attention.U_a.weight"] @ h_j) for h_j in h]
+        alpha = np.exp(e) / np.exp(e).sum()                                                         # (6)
+        c = sum(a * h_j for a, h_j in zip(alpha, h))                                                # (5)
+        E_y = p["E.weight"][y_before]
+        z = sigmoid(W_z @ E_y + b_z + U_z @ s + C_z @ c)                                            # A.1.1
+        r = sigmoid(W_r @ E_y + b_r + U_r @ s + C_r @ c)
+        s_tilde = np.tanh(W @ E_y + b + p["cell.U.weight"] @ (r * s) + C @ c)
+        s = (1 - z) * s + z * s_tilde
+        t_tilde = p["U_o.weight"] @ s + p["U_o.bias"] + p["V_o.weight"] @ E_y + p["C_o.weight"] @ c
+        t = np.array([max(t_tilde[2 * k], t_tilde[2 * k + 1]) for k in range(len(t_tilde) // 2)])   # maxout
+        o = p["W_o.weight"] @ t + p["W_o.bias"]
+        log_p.append(o[y] - np.log(np.exp(o).sum()))
+        alphas.append(alpha)
+    assert n == len(s)
+    return log_p, alphas
+
+
+ORACLES = {"bahdanau": rnnsearch}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("seed", range(3))
+def test_equations(name, seed):
+    """Outputs, alphas and gradients equal the paper's equations written as naive loops and their finite differences."""
+    module, cfg, model = build(name, seed)
+    src, tgt = sentences(seed)
+    y = tgt[:, 1:]
+    logits, alpha = model(src, tgt[:, :-1], need_alpha=True)
+    log_p = logits.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    p = {k: v.detach().numpy().copy() for k, v in model.named_parameters()}
+    strip = lambda row: [w for w in row.tolist() if w != PAD]
+
+    def loss():
+        return -sum(sum(ORACLES[name](p, strip(s), strip(t))[0]) for s, t in zip(src, tgt))
+    for b in range(len(src)):
+        want, where = ORACLES[name](p, strip(src[b]), strip(tgt[b]))
+        close(log_p[b, :len(want)], torch.tensor(np.array(want)))
+        close(alpha[b, :len(want), :len(where[0])], torch.tensor(np.array(where)))
+    module.nll(logits, y).double().backward()
+    r = random.Random(seed)
+    for key, value in model.named_parameters():
+        for _ in range(2):
+            at, eps = tuple(r.randrange(n) for n in value.shape), 1e-5
+            p[key][at] += eps
+            up = loss()
+            p[key][at] -= 2 * eps
+            down = loss()
+            p[key][at] += eps
+            assert abs((up - down) / (2 * eps) - value.grad[at].item()) < 2e-5 * max(1, abs(value.grad[at].item())), (key, at)
+
+
+def test_bahdanau_paper_recipe():
+    module = importlib.import_module("bahdanau")
+    cfg = module.Config.paper(src_vocab=40, tgt_vocab=50, emb=20, hidden=40, attn=30, maxout=25)
+    model = module.RNNsearch(cfg)
+    std = {k: v.std().item() for k, v in model.named_parameters()}
+    for key, value in model.named_parameters():
+        if key.endswith(("bias", "v_a")) or ".bias_" in key: assert (value == 0).all(), key
+        elif "_hh" in key or key in ("cell.U.weight", "cell.U_zr.weight"):
+            for gate in value.split(40): close(gate @ gate.T, torch.eye(40), 1e-5)
+        else: assert abs(std[key] / (0.001 if "_a." in key else 0.01) - 1) < 0.25, key
+    group, = module.make_optimizer(model, cfg).param_groups
+    assert (group["rho"], group["eps"], group["lr"]) == (0.95, 1e-6, 1.0) and cfg.clip == 1.0 and cfg.sentences == 80
+    full = module.Config.paper()
+    assert (full.emb, full.hidden, full.attn, full.maxout, full.src_vocab, full.tgt_vocab) == (620, 1000, 1000, 500, 30000, 30000)
+
+
+# ---- properties, over random shapes -------------------------------------------------------------------------------------
+
+@scripts
+@pytest.mark.parametrize("seed", range(5))
+def test_padding_changes_nothing(name, seed):
+    module, cfg, model = build(name, seed)
+    src, tgt = sentences(seed)
+    wide = lambda x, n: torch.nn.functional.pad(x, (0, n), value=PAD)
+    logits, alpha = model(src, tgt[:, :-1], need_alpha=True)
+    more, alpha_more = model(wide(src, 4), wide(tgt[:, :-1], 3), need_alpha=True)
+    close(more[:, :logits.size(1)], logits)
+    close(alpha_more[:, :alpha.size(1), :alpha.size(2)], alpha)
+    assert (module.greedy(model, wide(src, 4), 12) == module.greedy(model, src, 12)).all()
+    model.zero_grad()
+    module.nll(logits, tgt[:, 1:]).backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    module.nll(more, wide(tgt, 3)[:, 1:]).backward()
+    for p, grad in zip(model.parameters(), grads): close(p.grad, grad, 1e-5)  # the loss is taken in float32
+
+
+@scripts
+@pytest.mark.parametrize("seed", range(5))
+def test_the_future_is_invisible(name, seed):
+    module, cfg, model = build(name, seed)
+    src, tgt = sentences(seed, T=8)
+    tgt_in = tgt[:, :-1]
+    for t in range(1, tgt_in.size(1)):
+        other = tgt_in.clone()
+        other[:, t:] = torch.randint(4, 11, other[:, t:].shape)
+        close(model(src, other)[:, :t], model(src, tgt_in)[:, :t])
+    assert (model(src, other)[:, t:] - model(src, tgt_in)[:, t:]).abs().max() > 1e-6  # the present is not
+
+
+@scripts
+@pytest.mark.parametrize("seed", range(5))
+def test_a_batch_equals_its_sentences(name, seed):
+    module, cfg, model = build(name, seed)
+    src, tgt = sentences(seed)
+    logits, alpha = model(src, tgt[:, :-1], need_alpha=True)
+    tokens = module.greedy(model, src, 10)
+    for b in range(len(src)):
+        S, T = (src[b] != PAD).sum(), (tgt[b] != PAD).sum() - 1
+        one, where = model(src[b:b + 1, :S], tgt[b:b + 1, :T], need_alpha=True)
+        close(one[0], logits[b, :T])
+        close(where[0], alpha[b, :T, :S])
+        alone = module.greedy(model, src[b:b + 1, :S], 10)[0].tolist()
+        assert alone + [PAD] * (tokens.size(1) - len(alone)) == tokens[b].tolist()
+
+
+@scripts
+@pytest.mark.parametrize("seed", range(5))
+def test_stepping_equals_the_forward_pass(name, seed):
+    module, cfg, model = build(name, seed)
+    src, tgt = sentences(seed)
+    logits, memory = model(src, tgt[:, :-1]), model.encode(src)
+    state = model.start(memory)
+    for t in range(tgt.size(1) - 1):
+        one, state = model.step(tgt[:, t], state, memory)
+        close(one, logits[:, t])
+
+
+@scripts
+@pytest.mark.parametrize("seed", range(5))
+def test_alpha(name, seed):
+    module, cfg, model = build(name, seed)
+    src, tgt = sentences(seed)
+    alpha = module.align(model, src, tgt)
+    assert alpha.shape == (len(src), tgt.size(1) - 1, src.size(1)) and (alpha >= 0).all()
+    close(alpha.sum(-1), torch.ones_like(alpha[..., 0]))
+    assert (alpha.masked_select((src == PAD).unsqueeze(1)) == 0).all() and (src == PAD).any()
+
+
+@scripts
+@pytest.mark.parametrize("seed", range(8))
+def test_greedy(name, seed):
+    """Each token is the argmax of the forced logits of what came before; EOS ends, PAD follows, limits are each one's own."""
+    module, cfg, model = build(name, seed)
+    src, _ = sentences(seed)
+    tokens = module.greedy(model, src, 10)
+    forced = model(src, torch.cat([torch.full_like(tokens[:, :1], BOS), tokens[:, :-1]], 1)).argmax(-1)
+    for row, best in zip(tokens.tolist(), forced.tolist()):
+        end = next((k for k, w in enumerate(row) if w in (EOS, PAD)), len(row))
+        assert row[:end + 1] == best[:end + 1] and set(row[end + 1:]) <= {PAD}
+    limits = torch.randint(0, 10, (len(src),))
+    for row, short, limit in zip(tokens.tolist(), module.greedy(model, src, limits).tolist(), limits.tolist()):
+        want = row[:limit] + [PAD] * 10
+        assert short == want[:len(short)] and set(want[len(short):]) <= {PAD}
+
+
+@scripts
+def test_overfits_32_pairs(name):
+    """Learns 32 pairs to 100 %: every sentence word for word."""
+    module = importlib.import_module(name)
+    pairs = data.toy(32, max_len=12)
+    words = data.vocabularies(pairs)
+    cfg = module.Config(src_vocab=len(words[0].words), tgt_vocab=len(words[1].words), dropout=0.0, smoothing=0.0, emb=48, hidden=64, attn=48, maxout=48)
+    torch.manual_seed(1)
+    model = getattr(module, SCRIPTS[name][0])(cfg)
+    src, tgt = map(torch.from_numpy, data.Bitext(pairs, words).batch(np.arange(32)))
+    step = module.make_train_step(model, cfg)
+    losses = [step(src, tgt).item() for _ in range(150)]
+    assert losses[-1] < 0.05 < losses[0]
+    assert module.translate(model, [s for s, *_ in pairs], words) == [t for _, t, *_ in pairs]
+
+
+# ---- the scripts as text ------------------------------------------------------------------------------------------------
+
+@scripts
+def test_anatomy(name):
+    source = (HERE / f"{name}.py").read_text()
+    paper, skeleton = source.split(MARKER)
+    assert len(source.splitlines()) <= 500 and len(ast.get_docstring(ast.parse(source)).splitlines()) <= 25
+    assert SCRIPTS[name][0] not in skeleton and name not in skeleton  # the skeleton never asks which model it has
+    imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
+    assert not imported & (set(SCRIPTS) - {name})
+
+
+@scripts
+def test_attention_classes_can_be_lifted(name):
+    source = (HERE / f"{name}.py").read_text()
+    classes = {n.name: ast.get_source_segment(source, n) for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and "Attention" in n.name}
+    assert set(classes) == set(SCRIPTS[name][2])
+    for cls, call in SCRIPTS[name][2].items():
+        alone = {}
+        exec("import math, torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n" + classes[cls], alone)
+        torch.manual_seed(0)
+        lifted = call(alone[cls])
+        torch.manual_seed(0)
+        for a, b in zip(lifted, call(getattr(importlib.import_module(name), cls)), strict=True): close(a, b)
+
+
+# ---- the built-in corpus ------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def corpus():
+    return data.toy(8000)
+
+
+def test_corpus_gold(corpus):
+    for source, target, gold in corpus:
+        assert all(0 <= i < len(source) and 0 <= j < len(target) for i, j in gold) and 3 <= len(source) <= 30
+        assert {j for _, j in gold} == set(range(len(target)))  # every French word comes from somewhere
+    argmax = [{(next(i for i in range(30) if (i, j) in gold), j) for j in range(len(target))} for _, target, gold in corpus]
+    assert data.aer(argmax, [gold for *_, gold in corpus]) < 0.01
+
+
+def test_corpus_splits_and_seeds(corpus):
+    seen = {split: {" ".join(s) for s, *_ in data.toy(1500, seed=3, split=split)} for split in ("train", "valid", "test")}
+    for a, b in itertools.combinations(seen.values(), 2): assert not a & b
+    assert not {" ".join(s) for s, *_ in corpus} & (seen["valid"] | seen["test"])
+    assert data.toy(50, seed=5) == data.toy(50, seed=5) != data.toy(50, seed=6)
+    code = "import data, zlib; print(zlib.crc32(repr([(s, t, sorted(g)) for s, t, g in data.toy(300)]).encode()))"
+    run = lambda seed: subprocess.run([sys.executable, "-c", code], cwd=HERE, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True).stdout
+    assert run("1") == run("2") != ""
+
+
+def test_corpus_language(corpus):
+    """At least 200 types a side, all lengths up to any maximum, agreement and elision, nothing said twice."""
+    assert all(len({w for pair in corpus for w in pair[side]}) >= 200 for side in (0, 1))
+    assert {len(s) for s, *_ in corpus} == set(range(3, 31))
+    assert max(len(s) for s, *_ in data.toy(300, max_len=80)) > 75 and {len(s) for s, *_ in data.toy(20, max_len=3)} == {3}
+    vowel = "aâeéèêiîoôuhœ"
+    feminine, articles = {"le": 0, "un": 0, "ce": 0, "la": 1, "une": 1, "cette": 1}, {"the", "a", "an", "this"}
+    gender = collections.defaultdict(set)
+    for source, target, gold in corpus:
+        for j, (a, b) in enumerate(zip(target, target[1:])):
+            assert not (a in ("le", "la", "je", "me", "ne", "de", "que", "ce", "ma", "sa") and b[0] in vowel), target
+            assert not (a.endswith("'") and b[0] not in vowel), target
+            assert (a, b) not in (("de", "le"), ("de", "les")) or "'" in b, target
+            if a in feminine and articles & {source[i] for i, k in gold if k == j}: gender[b].add(feminine[a])
+        for a, b in zip(source, source[1:]): assert not (a == "a" and re.match("[ai]|e[^u]", b) or a == "an" and b[0] not in "aei")
+    assert len(gender) > 50 and not {w for w, g in gender.items() if len(g) > 1}  # a noun, or an adjective's form, has one gender
+    long = max(corpus, key=lambda pair: len(pair[0]))[0]
+    grams = collections.Counter(zip(long, long[1:], long[2:], long[3:], long[4:]))
+    assert max(grams.values()) == 1
+
+
+class Search(data.Grammar):
+    """The grammar, made to say a given sentence: every choice is tried in turn, and given up at the first wrong word."""
+
+    def __init__(self, words):
+        super().__init__(0)
+        self.target, self.known, self.path = words, {*words, "a"}, []  # "a" may yet become "an"
+
+    def choice(self, n):
+        if len(self.path) == self.depth: self.path.append([0, n])
+        self.depth += 1
+        return self.path[self.depth - 1][0]
+
+    def pick(self, options):
+        spoken = [x for x in options if not isinstance(x, (list, tuple)) or set(np.hstack(x[:1 + 3 * (len(x) > 6)])) & self.known]
+        if not spoken: raise LookupError
+        return spoken[self.choice(len(spoken))]
+
+    def chance(self, p): return self.choice(2) == 1
+
+    def say(self, word):
+        if [word] != self.target[len(self.en):len(self.en) + 1] and (word, *self.target[len(self.en):len(self.en) + 1]) != ("a", "an"): raise LookupError
+        return super().say(word)
+
+    def run(self, length):
+        while True:
+            self.depth = 0
+            try:
+                pair = self.sentence(length)
+                if pair[0] == self.target: return pair
+            except LookupError: pass
+            del self.path[self.depth:]
+            while self.path and self.path[-1][0] + 1 == self.path[-1][1]: self.path.pop()
+            if not self.path: return None
+            self.path[-1][0] += 1
+
+
+@pytest.mark.parametrize("english, french", [
+    (data.EXAMPLE, "l' accord sur la zone économique européenne a été signé en août 1992 ."),
+    ("the animal did not cross the street because it was too tired .", "l' animal n' a pas traversé la rue parce qu' il était trop fatigué ."),
+    ("i saw a cat on the mat", "j' ai vu un chat sur le tapis"),
+    ("he hit me with a pie", "il m' a frappé avec une tarte"),
+    ("an island that she visited is loved", "une île qu' elle a visitée est aimée"),
+    ("the nurses ' cat saw her .", "le chat des infirmières l' a vue ."),
+    ("the women that we admired arrived .", "les femmes que nous avons admirées sont arrivées ."),
+    ("he never finds my small red cars .", "il ne trouve jamais mes petites voitures rouges ."),
+    ("the women arrives .", None), ("she have slept .", None), ("a cat sleep .", None)])
+def test_known_sentences_are_in_the_language(english, french):
+    """The grammar says these, with this French and no other; what is wrong has no derivation."""
+    words = english.split()
+    found = [pair for pair in (Search(words).run(length) for length in range(len(words) - 1, len(words) + 4)) if pair]
+    assert {" ".join(target) for _, target, _ in found} == ({french} if french else set())
+    if english == data.EXAMPLE:  # l'-the accord-agreement sur-on la-the zone-area économique-economic européenne-european ...
+        assert found[0][2] == {(0, 0), (1, 1), (2, 2), (3, 3), (6, 4), (5, 5), (4, 6), (7, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12), (12, 13)}
+
+
+# ---- vocabularies and batches -------------------------------------------------------------------------------------------
+
+def test_vocabulary():
+    pairs = [("b a a <pad>".split(), "x".split()), ("a c b".split(), "x y <unk>".split())]
+    source, target = data.vocabularies(pairs)
+    assert source.words == ["<pad>", "<s>", "</s>", "<unk>", "a", "b", "c"] and target.words[4:] == ["x", "y"]
+    assert [source[w] for w in ("a", "nowhere", "<pad>", "<s>", "<unk>")] == [4, UNK, UNK, UNK, UNK]
+    assert data.vocabularies(pairs, sizes=(5, None))[0].words[4:] == ["a"]
+    assert data.vocabularies(pairs, min_count=2)[0].words[4:] == ["a", "b"]
+    one, two = data.vocabularies(pairs, joint=True)
+    assert one.words == two.words and set(one.words[4:]) == {"a", "b", "c", "x", "y"}
+
+
+def test_batches(corpus):
+    words = data.vocabularies(corpus)
+    bitext = data.Bitext(corpus, words, max_len=25)
+    kept = [p for p in corpus if len(p[0]) <= 25 and len(p[1]) <= 25]
+    assert len(bitext) == len(kept) and bitext.skipped == len(corpus) - len(kept) > 0
+    text = lambda src, tgt: [(tuple(words[0].words[i] for i in s if i > UNK), tuple(words[1].words[i] for i in t if i > UNK)) for s, t in zip(src, tgt)]
+    epoch = lambda *a, **k: list(bitext.epoch(1500, *a, **k))
+    one = epoch(seed=1, epoch=0)
+    assert collections.Counter(p for b in one for p in text(*b)) == collections.Counter((tuple(s), tuple(t)) for s, t, _ in kept)
+    assert all(src.size + tgt.size <= 1500 and src.dtype == np.int64 for src, tgt in one)
+    assert all((src[:, -1] != PAD).any() and (tgt[:, -1] != PAD).any() and (tgt[:, 0] == BOS).all() for src, tgt in one)
+    assert sum((s == PAD).sum() + (t == PAD).sum() for s, t in one) < 0.1 * sum(s.size + t.size for s, t in one)
+    same = lambda a, b: len(a) == len(b) and all((x == y).all() for p, q in zip(a, b) for x, y in zip(p, q) if x.shape == y.shape or pytest.fail("shape"))
+    assert same(one, epoch(seed=1, epoch=0)) and same(one[7:], epoch(seed=1, epoch=0, skip=7))
+    order = lambda batches: [p for b in batches for p in text(*b)]
+    assert order(one) != order(epoch(seed=1, epoch=1)) and order(one) != order(epoch(seed=2, epoch=0))
+    assert max(len(src) for src, _ in epoch(sentences=6)) == 6
+    ranks, joint = [epoch(seed=1, rank=r, world=3) for r in range(3)], list(bitext.epoch(4500, seed=1))
+    assert [sum(map(len, (b[0] for b in batches))) for batches in zip(*ranks)] == [len(src) for src, _ in joint if len(src) >= 3]
+    assert collections.Counter(p for rank in ranks for p in order(rank)) == collections.Counter(p for b in joint if len(b[0]) >= 3 for p in text(*b))
+
+
+# ---- scores ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bleu_equals_sacrebleu(seed):
+    r = random.Random(seed)
+    sentence = lambda most: [r.choice("abcde") for _ in range(r.randint(0 if seed % 2 else 1, most))]
+    references = [sentence(12) for _ in range(r.randint(1, 6))]
+    hypotheses = [[w if r.random() < 0.8 else r.choice("abcdefg") for w in ref] if r.random() < 0.6 else sentence(3 if seed % 3 else 12) for ref in references]
+    want = sacrebleu.corpus_bleu([" ".join(h) for h in hypotheses], [[" ".join(t) for t in references]], tokenize="none").score
+    assert abs(data.bleu(hypotheses, references) - want) < 1e-6
+
+
+def test_bleu_of_nothing():
+    for hyps, refs in (([[]], [["a"]]), ([["a"]], [[]]), ([[]], [[]])):
+        want = sacrebleu.corpus_bleu([" ".join(h) for h in hyps], [[" ".join(t) for t in refs]], tokenize="none").score
+        assert abs(data.bleu(hyps, refs) - want) < 1e-6
+    assert data.bleu([], []) == 0
+
+
+def test_aer_by_hand():
+    gold, guess = {(0, 0), (1, 2), (2, 1)}, {(0, 0), (1, 1)}
+    assert data.aer([gold], [gold]) == 0 and data.aer([{(5, 5)}], [gold]) == 1 and data.aer([set()], [set()]) == 0
+    assert data.aer([guess], [gold]) == pytest.approx(1 - 2 * 1 / (2 + 3))
+    assert data.aer([guess, gold], [gold, gold]) == pytest.approx(1 - 2 * 4 / (5 + 6))  # of the corpus, not a mean of sentences
+
+
+# ---- the command line ---------------------------------------------------------------------------------------------------
+
+SMALL = "--emb 16 --hidden 16 --attn 16 --maxout 16 --dropout 0.1 --tokens 300 --every 4 --device cpu".split()
+
+
+@pytest.fixture
+def files(tmp_path):
+    pairs = data.toy(60, max_len=9)
+    for side, name in enumerate(("en", "fr")):
+        text = "".join(" ".join(p[side]) + "\n" for p in pairs)
+        (tmp_path / f"train.{name}").write_text(text, encoding="utf-8")
+        with gzip.open(tmp_path / f"valid.{name}.gz", "wt", encoding="utf-8") as file: file.write(text[:text.index("\n", 400) + 1] if side else "")
+    lines = len(gzip.open(tmp_path / "valid.fr.gz").readlines())
+    with gzip.open(tmp_path / "valid.en.gz", "wt", encoding="utf-8") as file: file.writelines(" ".join(p[0]) + "\n" for p in pairs[:lines])
+    return tmp_path, pairs
+
+
+def train_flags(folder):
+    return ["--train", str(folder / "train.en"), str(folder / "train.fr"), "--valid", str(folder / "valid.en.gz"), str(folder / "valid.fr.gz")]
+
+
+def shell(name, *args, stdin=None):
+    return subprocess.run([sys.executable, str(HERE / f"{name}.py"), *map(str, args)], input=stdin, capture_output=True, text=True, encoding="utf-8")
+
+
+@scripts
+def test_train_translate_align(name, files):
+    """Through real processes: train on your own text, then use the folder alone."""
+    folder, pairs = files
+    out = folder / "run"
+    done = shell(name, *train_flags(folder), "--out", out, "--steps", 8, *SMALL)
+    assert done.returncode == 0 and "BLEU" in done.stdout and done.stderr == "", done.stderr
+    log = [json.loads(line) for line in open(out / "log.jsonl")]
+    assert [line["step"] for line in log[:-1]] == [4, 8] and log[-1]["final"] is True
+    assert {"bleu", "aer", "ppl", "bleu_by_length", "seconds", "tokens_per_second", "seed"} <= set(log[-1])
+    soft = np.load(out / "align.npz")
+    assert np.allclose(soft["alpha_0"].sum(1), 1, atol=1e-5) and len(open(out / "align.txt").readlines()) == len(soft["source"])
+    assert (out / "align.svg").read_text().startswith("<svg")
+    text = [" ".join(s) for s, *_ in pairs[:5]] + ["", "words nobody knows"]
+    said = shell(name, "--translate", "--out", out, "--device", "cpu", stdin="\n".join(text) + "\n")
+    assert said.returncode == 0 and len(said.stdout.split("\n")) == len(text) + 1 and said.stdout.split("\n")[5] == ""
+    aligned = shell(name, "--align", folder / "train.en", folder / "train.fr", "--out", out, "--device", "cpu")
+    lines = aligned.stdout.splitlines()
+    assert aligned.returncode == 0 and len(lines) == len(pairs)
+    for line, (source, target, _) in zip(lines, pairs):
+        found = [tuple(map(int, link.split("-"))) for link in line.split()]
+        assert all(i < len(source) and j < len(target) for i, j in found) and len({j for _, j in found}) == len(found)
+
+
+@scripts
+def test_resume_is_exact(name, files, capsys):
+    folder, _ = files
+    module = importlib.import_module(name)
+    go = lambda out, steps, *more: module.main([*train_flags(folder), "--out", str(folder / out), "--steps", str(steps), "--warmup", "1", *SMALL, *more])
+    weights = lambda out: torch.load(folder / out / "last.pt", weights_only=True)
+    go("whole", 8)
+    with pytest.MonkeyPatch.context() as patch:  # stops after the fourth step, as a kill would
+        patch.setattr(module, "look", lambda *a, look=module.look: (look(*a), pytest.fail("killed"))[0])
+        with pytest.raises(pytest.fail.Exception): go("parts", 8)
+    assert weights("parts")["now"]["step"] == 4
+    go("parts", 8, "--resume")
+    a, b = weights("whole"), weights("parts")
+    assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"]) and a["now"]["epoch"] > 0
+
+
+@scripts
+def test_bad_input_gets_one_line(name, files, capsys):
+    folder, _ = files
+    module = importlib.import_module(name)
+    (folder / "short.fr").write_text("un\n")
+    (folder / "latin.fr").write_bytes(b"un\n\xe9\n")
+    (folder / "empty").write_text("")
+    (folder / "junk").mkdir()
+    (folder / "junk" / "model.pt").write_bytes(b"not a checkpoint")
+    train, valid = [str(folder / "train.en"), str(folder / "train.fr")], train_flags(folder)[3:]
+    cases = {
+        "no such file": ["--train", train[0], str(folder / "nowhere.fr"), *valid],
+        "ends after line 1": ["--train", train[0], str(folder / "short.fr"), *valid],
+        "latin.fr, line 2": ["--train", train[0], str(folder / "latin.fr"), *valid],
+        "is a directory": ["--train", train[0], str(folder), *valid],
+        "no pair": ["--train", str(folder / "empty"), str(folder / "empty"), *valid],
+        "is empty": ["--train", *train, "--valid", str(folder / "empty"), str(folder / "empty")],
+        "--valid": ["--train", *train],
+        "not on this machine": ["--device", "cuda:99"],
+        "--optimizer": ["--optimizer", "magic"],
+        "unrecognized": ["--nonsense"],
+        "train first": ["--translate", "--out", str(folder / "nowhere")],
+        "not a sound checkpoint": ["--translate", "--out", str(folder / "junk")],
+        "holds a run already": ["--out", str(folder / "junk")]}
+    for message, args in cases.items():
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(SystemExit) as stop: module.main(["--out", str(folder / "new"), *args])
+        stdout, stderr = capsys.readouterr()
+        assert stop.value.code == 2 and message.lower() in stderr.lower() and stderr.count("\n") == 1 and stdout == "", (message, stderr)
+        assert sorted(folder.rglob("*")) == before, message
+
+
+@scripts
+def test_help_explains_every_flag(name, capsys):
+    module = importlib.import_module(name)
+    with pytest.raises(SystemExit) as stop: module.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    fields = [f.name for f in module.dataclasses.fields(module.Config)]
+    for flag in ["train", "valid", "out", "translate", "align", "paper", "resume", "device", *fields]:
+        entry = re.search(rf"^  --{flag.replace('_', '-')}\b.*?(?=^  -|\Z)", text, re.M | re.S)
+        assert entry and len(entry.group().split()) > 4, flag
+        if flag in fields: assert "(default:" in re.sub(r"\s+", " ", entry.group()), flag
+
+
+def test_readme_commands_exist():
+    """Every script and flag that README's commands name is there."""
+    commands = re.findall(r"^[^#|\n]*?(\w+\.py)\b(.*)$", "\n".join(re.findall(r"```(?:sh|bash)\n(.*?)```", (HERE / "README.md").read_text(), re.S)), re.M)
+    assert {script for script, _ in commands} >= {"bahdanau.py", "test_all.py"}
+    for script, rest in commands:
+        assert (HERE / script).exists(), script
+        if script[:-3] in SCRIPTS:
+            source = (HERE / script).read_text()
+            for flag in re.findall(r"--([a-z-]+)", rest): assert f'"--{flag}"' in source or re.search(rf"^    {flag.replace('-', '_')}: ", source, re.M), (script, flag)

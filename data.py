@@ -4,7 +4,7 @@
 
 A sentence is a list of words. `src` is (B,S): words, EOS, padding. `tgt` is (B,T+1): BOS, words, EOS, padding.
 """
-import array, collections, gzip, itertools, math, random, re, zlib
+import collections, gzip, itertools, math, random, re, zlib
 import numpy as np
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
@@ -23,10 +23,10 @@ noun person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, 
 child/children enfant m, nurse infirmière f, minister ministre m, sister sœur f, doctor médecin m
 noun animal: cat chat m, dog chien m, bird oiseau m, horse cheval m, animal animal m, mouse/mice souris f, cow vache f
 noun thing: mat tapis m, pie tarte f, book livre m, car voiture f, hat chapeau m, letter lettre f, tree arbre m, apple pomme f
-noun place: garden jardin m, street rue f, bridge pont m, house maison f, village village m, city/cities ville f, island île f
+noun place: garden jardin m, street rue f, market marché m, house maison f, village village m, city/cities ville f, school école f
 noun idea: agreement accord m, area zone f, treaty/treaties traité m, law loi f, report rapport m, union union f, \
-policy/policies politique f, plan plan m, reform réforme f, budget budget m, decision décision f, project projet m
-before: big grand grande, small petit petite, pretty joli jolie, bad mauvais mauvaise
+measure mesure f, plan plan m, reform réforme f, budget budget m, decision décision f, project projet m
+before: big grand grande, small petit petite, good bon bonne, bad mauvais mauvaise
 person: tired fatigué fatiguée, intelligent intelligent intelligente, famous célèbre célèbre, strange étrange étrange
 thing: black noir noire, white blanc blanche, red rouge rouge, green vert verte, useful utile utile
 idea: important important importante, difficult difficile difficile, dangerous dangereux dangereuse
@@ -71,9 +71,9 @@ def contract(french):
     out = []
     for word, links in reversed(french):
         after = out[-1][0] if out else ""
-        if word == "de" and after in ("le", "les"):
-            word, links = {"le": "du", "les": "des"}[after], links + out.pop()[1]
-        elif after and after[0] in "aâeéèêiîoôuhœ":  # every h of this lexicon is silent
+        if word == "de" and after in ("le", "les", "des", "de"):
+            word, links, after = {"le": "du", "les": "des"}.get(after, "de"), links + out.pop()[1], out[-1][0]
+        if after and after[0] in "aâeéèêiîoôuhœ":  # every h of this lexicon is silent
             if word in ("le", "la", "je", "me", "ne", "de", "que"): word = word[:-1] + "'"
             word = {"ce": "cet", "ma": "mon", "sa": "son"}.get(word, word)
         out.append((word, links))
@@ -254,36 +254,48 @@ def read_pairs(source, target):
 class Vocabulary(dict):
     """Word to number, UNK for an unknown word; .words is the list of words in order."""
     def __init__(self, words):
-        super().__init__((word, i) for i, word in enumerate(words) if i >= UNK)  # "<pad>" in a text is not padding
+        super().__init__({word: i for i, word in enumerate(words) if i >= UNK})  # "<pad>" in a text is not padding
         self.words = list(words)
-
     def __missing__(self, word): return UNK
 
-def vocabularies(pairs, sizes=(None, None), min_count=1, joint=False):
-    """The two sides' most frequent words, at most `sizes` with the specials; one vocabulary for both if joint."""
-    counts = [collections.Counter(), collections.Counter()]
-    for pair in pairs:
-        for count, sentence in zip(counts, pair): count.update(sentence)
-    if joint: counts, sizes = [counts[0] + counts[1]] * 2, [sizes[0]] * 2
-    ranked = [sorted((-n, w) for w, n in count.items() if n >= min_count and w not in SPECIALS) for count in counts]
-    return [Vocabulary((SPECIALS + [w for _, w in words])[:size]) for words, size in zip(ranked, sizes)]
+class Growing(Vocabulary):
+    """Gives every new word the next number."""
+    def __missing__(self, word):
+        self.words.append(word)
+        return self.setdefault(word, len(self.words) - 1)
+
+def learn(pairs, sizes=(None, None), min_count=1, joint=False, max_len=None):
+    """(Bitext, two vocabularies) of training text, read once: a side's most frequent words, at most `sizes` with the four
+    specials, the rest UNK; if joint, one vocabulary for both."""
+    grown = [Growing(SPECIALS)] * 2 if joint else [Growing(SPECIALS), Growing(SPECIALS)]
+    bitext = Bitext(pairs, grown, max_len)
+    counts = [np.bincount(tokens, minlength=len(side.words)) for tokens, side in zip(bitext.tokens, grown)]
+    if joint: counts, sizes = [sum(counts)] * 2, sizes[:1] * 2
+    for side, (words, count, size) in enumerate(zip([g.words for g in grown], counts, sizes)):
+        known = [i for i in range(len(SPECIALS), len(words)) if count[i] >= min_count and words[i] not in SPECIALS]
+        known = [*range(len(SPECIALS)), *sorted(known, key=lambda i: (-count[i], words[i]))][:size]
+        table = np.full(len(words), UNK, np.int32)
+        table[known] = np.arange(len(known))
+        bitext.tokens[side], grown[side] = table[bitext.tokens[side]], Vocabulary([words[i] for i in known])
+    return bitext, grown
 
 class Bitext:
     """Numbered sentence pairs, flat: a side is one array of tokens and one of the places where its sentences begin.
     Pairs with an empty side or one of more than max_len words are left out and counted in .skipped."""
     def __init__(self, pairs, vocabularies, max_len=None):
-        self.skipped, tokens, starts = 0, [array.array("i") for _ in range(2)], [array.array("q", [0]) for _ in range(2)]
-        for pair in pairs:
-            if max_len and not all(0 < len(sentence) <= max_len for sentence in pair[:2]):
-                self.skipped += 1
-                continue
-            tokens[1].append(BOS)
-            for flat, start, vocabulary, sentence in zip(tokens, starts, vocabularies, pair):
-                flat.extend(map(vocabulary.__getitem__, sentence))
-                flat.append(EOS)
-                start.append(len(flat))
-        self.tokens, self.starts = [np.array(t, np.int32) for t in tokens], [np.array(s, np.int64) for s in starts]
-        self.lengths = [np.diff(s) for s in self.starts]
+        self.skipped, pairs, parts = 0, iter(pairs), [[(np.zeros(0, np.int32), np.zeros(0, np.int64))] for _ in range(2)]
+        while block := list(itertools.islice(pairs, 10000)):
+            kept = [pair for pair in block if not max_len or all(0 < len(words) <= max_len for words in pair[:2])]
+            self.skipped += len(block) - len(kept)
+            for side, vocabulary in enumerate(vocabularies):
+                n = np.array([len(pair[side]) for pair in kept], np.int64)
+                words = itertools.chain.from_iterable(pair[side] for pair in kept)
+                ids = np.fromiter(map(vocabulary.__getitem__, words), np.int32, n.sum())
+                ends = n.cumsum()
+                frame = (np.stack([ends - n, ends], 1).ravel(), [BOS, EOS] * len(n)) if side else (ends, EOS)
+                parts[side].append((np.insert(ids, *frame), n + 1 + side))
+        self.tokens, self.lengths = map(list, zip(*(map(np.concatenate, zip(*part)) for part in parts)))
+        self.starts = [np.cumsum(n) - n for n in self.lengths]
 
     def __len__(self): return len(self.lengths[0])
 
@@ -297,12 +309,13 @@ class Bitext:
         return out
 
     def cut(self, tokens, sentences=None, ties=None):
-        """The rows, sorted by length, cut into batches of at most `tokens`, padding counted."""
-        order = np.lexsort((np.arange(len(self)) if ties is None else ties, *self.lengths[::-1]))
-        lengths, batches, at = [length[order] for length in self.lengths], [], 0
+        """The rows, like lengths together, cut into batches of at most `tokens`, padding counted."""
+        src, tgt = self.lengths  # sorted by source length in threes, by target length up and down in turn: little padding
+        order = np.lexsort((np.arange(len(self)) if ties is None else ties, src, tgt * (-1) ** (src // 3), src // 3))
+        src, tgt, batches, at = src[order], tgt[order], [], 0
         while at < len(order):
-            window = slice(at, at + min(max(tokens // int(lengths[0][at]), 1), sentences or len(order)))
-            cost = sum(np.maximum.accumulate(length[window]) for length in lengths)
+            window = slice(at, at + min(tokens // (src[at] + tgt[at]) + 1, sentences or len(order)))
+            cost = np.maximum.accumulate(src[window]) + np.maximum.accumulate(tgt[window])
             size = max(int(np.searchsorted(cost * np.arange(1, len(cost) + 1), tokens, "right")), 1)
             batches.append(order[at:at + size])
             at += size

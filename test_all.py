@@ -13,6 +13,7 @@ import torch
 import data
 from data import BOS, EOS, PAD, UNK
 
+torch.set_num_threads(1)  # the models here are tiny
 HERE = Path(__file__).parent
 MARKER = "# ---- the same in every script from here on ----\n"
 TINY = dict(src_vocab=13, tgt_vocab=11, emb=6, hidden=5, attn=7, maxout=4, dropout=0.0, init=0.5)
@@ -248,11 +249,11 @@ def test_overfits_32_pairs(name):
     """Learns 32 pairs to 100 %: every sentence word for word."""
     module = importlib.import_module(name)
     pairs = data.toy(32, max_len=12)
-    words = data.vocabularies(pairs)
+    bitext, words = data.learn(pairs)
     cfg = module.Config(src_vocab=len(words[0].words), tgt_vocab=len(words[1].words), dropout=0.0, smoothing=0.0, emb=48, hidden=64, attn=48, maxout=48)
     torch.manual_seed(1)
     model = getattr(module, SCRIPTS[name][0])(cfg)
-    src, tgt = map(torch.from_numpy, data.Bitext(pairs, words).batch(np.arange(32)))
+    src, tgt = map(torch.from_numpy, bitext.batch(np.arange(32)))
     step = module.make_train_step(model, cfg)
     losses = [step(src, tgt).item() for _ in range(150)]
     assert losses[-1] < 0.05 < losses[0]
@@ -372,7 +373,7 @@ class Search(data.Grammar):
     ("the animal did not cross the street because it was too tired .", "l' animal n' a pas traversé la rue parce qu' il était trop fatigué ."),
     ("i saw a cat on the mat", "j' ai vu un chat sur le tapis"),
     ("he hit me with a pie", "il m' a frappé avec une tarte"),
-    ("an island that she visited is loved", "une île qu' elle a visitée est aimée"),
+    ("a school that she visited is loved", "une école qu' elle a visitée est aimée"),
     ("the nurses ' cat saw her .", "le chat des infirmières l' a vue ."),
     ("the women that we admired arrived .", "les femmes que nous avons admirées sont arrivées ."),
     ("he never finds my small red cars .", "il ne trouve jamais mes petites voitures rouges ."),
@@ -390,18 +391,17 @@ def test_known_sentences_are_in_the_language(english, french):
 
 def test_vocabulary():
     pairs = [("b a a <pad>".split(), "x".split()), ("a c b".split(), "x y <unk>".split())]
-    source, target = data.vocabularies(pairs)
+    source, target = data.learn(pairs)[1]
     assert source.words == ["<pad>", "<s>", "</s>", "<unk>", "a", "b", "c"] and target.words[4:] == ["x", "y"]
     assert [source[w] for w in ("a", "nowhere", "<pad>", "<s>", "<unk>")] == [4, UNK, UNK, UNK, UNK]
-    assert data.vocabularies(pairs, sizes=(5, None))[0].words[4:] == ["a"]
-    assert data.vocabularies(pairs, min_count=2)[0].words[4:] == ["a", "b"]
-    one, two = data.vocabularies(pairs, joint=True)
+    assert data.learn(pairs, sizes=(5, None))[1][0].words[4:] == ["a"]
+    assert data.learn(pairs, min_count=2)[1][0].words[4:] == ["a", "b"]
+    one, two = data.learn(pairs, joint=True)[1]
     assert one.words == two.words and set(one.words[4:]) == {"a", "b", "c", "x", "y"}
 
 
 def test_batches(corpus):
-    words = data.vocabularies(corpus)
-    bitext = data.Bitext(corpus, words, max_len=25)
+    bitext, words = data.learn(corpus, max_len=25)
     kept = [p for p in corpus if len(p[0]) <= 25 and len(p[1]) <= 25]
     assert len(bitext) == len(kept) and bitext.skipped == len(corpus) - len(kept) > 0
     text = lambda src, tgt: [(tuple(words[0].words[i] for i in s if i > UNK), tuple(words[1].words[i] for i in t if i > UNK)) for s, t in zip(src, tgt)]

@@ -227,6 +227,7 @@ def toy(n, seed=0, max_len=30, split="train"):
     """n pairs (source words, target words, gold) of 3 to max_len source words, more short ones than long ones.
     A sentence's words alone decide its split, so train, valid and test never share one."""
     grammar, splits, pairs = Grammar(f"{seed} {split}"), ["train"] * 8 + ["valid", "test"], []
+    if max_len < 3 or split not in splits: raise InputError(f"toy(max_len={max_len}, split={split!r}): at least 3; train, valid, test")
     while len(pairs) < n:
         pair = grammar.sentence(3 + int((max_len - 2) * grammar.random() ** 2))
         if 3 <= len(pair[0]) <= max_len and splits[zlib.crc32(" ".join(pair[0]).encode()) % 10] == split: pairs.append(pair)
@@ -237,7 +238,7 @@ def read(path):
     """The sentences of a UTF-8 text file, plain or gzipped (0: stdin), as lists of words."""
     try:
         with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
-            for number, line in enumerate(file, 1): yield line.decode().split()
+            for number, line in enumerate(file, 1): yield b" ".join(line.split()).decode().split(" ") if line.strip() else []
     except UnicodeDecodeError:
         raise InputError(f"{path or 'stdin'}, line {number}: not UTF-8; convert the file first") from None
     except (OSError, EOFError, zlib.error) as error:

@@ -16,11 +16,11 @@ from data import BOS, EOS, PAD, UNK
 torch.set_num_threads(1)  # the models here are tiny
 HERE = Path(__file__).parent
 MARKER = "# ---- the same in every script from here on ----\n"
-TINY = dict(src_vocab=13, tgt_vocab=11, emb=6, hidden=5, attn=7, maxout=4, dropout=0.0, init=0.5)
 
 # one line a script: its model, small sizes to test it with, and a call for each attention class that a reader may lift
 SCRIPTS = {
-    "bahdanau": ("RNNsearch", TINY, {"AdditiveAttention": lambda C: C(4, 6, 5)(rand(2, 4), rand(2, 3, 5), rand(2, 3, 6), rand(2, 3) > 1)}),
+    "bahdanau": ("RNNsearch", dict(emb=6, hidden=5, attn=7, maxout=4), {
+        "AdditiveAttention": lambda C: C(4, 6, 5)(rand(2, 4), rand(2, 3, 5), rand(2, 3, 6), torch.tensor([[False, False, True]] * 2))}),
 }
 scripts = pytest.mark.parametrize("name", SCRIPTS)
 
@@ -33,10 +33,10 @@ def build(name, seed=0, **changes):
     """A random model in float64, its module and its config."""
     module, (cls, sizes, _) = importlib.import_module(name), SCRIPTS[name]
     torch.manual_seed(seed)
-    cfg = module.Config(**sizes | changes)
+    cfg = module.Config(**dict(src_vocab=13, tgt_vocab=11, dropout=0.0) | sizes | changes)
     model = getattr(module, cls)(cfg).double().eval()
     with torch.no_grad():
-        for p in model.parameters(): p.add_(torch.randn_like(p) * 0.3)  # so that no zero of the initialisation hides a fault
+        for p in model.parameters(): p.add_(torch.randn_like(p) * 0.5)  # so that no zero of the initialisation hides a fault
     return module, cfg, model
 
 
@@ -268,7 +268,7 @@ def test_overfits_32_pairs(name):
     module = importlib.import_module(name)
     pairs = data.toy(32, max_len=9)
     bitext, words = data.learn(pairs)
-    cfg = module.Config(src_vocab=len(words[0].words), tgt_vocab=len(words[1].words), dropout=0.0, smoothing=0.0, emb=48, hidden=64, attn=48, maxout=48)
+    cfg = module.Config(src_vocab=len(words[0].words), tgt_vocab=len(words[1].words), dropout=0.0, smoothing=0.0)
     torch.manual_seed(1)
     model = getattr(module, SCRIPTS[name][0])(cfg)
     src, tgt = map(torch.from_numpy, bitext.batch(np.arange(32)))
@@ -276,6 +276,42 @@ def test_overfits_32_pairs(name):
     losses = [step(src, tgt).item() for _ in range(120)]
     assert losses[-1] < 0.05 < losses[0]
     assert module.translate(model, [s for s, *_ in pairs], words) == [t for _, t, *_ in pairs]
+
+
+@scripts
+def test_evaluate(name):
+    """Loss, perplexity, BLEU and AER of a random model equal what loops over single sentences and sacreBLEU give."""
+    module, cfg, model = build(name, 3, dropout=0.5, src_vocab=40, tgt_vocab=30)
+    r, words = random.Random(0), [data.Vocabulary(data.SPECIALS + [f"w{i}" for i in range(4, n)]) for n in (40, 30)]
+    sentence = lambda n: [f"w{r.randrange(4, n)}" for _ in range(r.randint(1, 14))]
+    pairs = [(sentence(40), sentence(30), {(0, 0), (1, 0)}) for _ in range(12)]
+    model.train()  # the scores must not depend on it
+    got = module.evaluate(model, pairs, words)
+    model.eval()
+    loss, links, hypotheses = [], [], []
+    for source, target, _ in pairs:
+        src, tgt = torch.tensor([[words[0][w] for w in source] + [EOS]]), torch.tensor([[BOS] + [words[1][w] for w in target] + [EOS]])
+        logits, alpha = model(src, tgt[:, :-1], need_alpha=True)
+        loss += (-logits[0].log_softmax(-1))[range(len(target) + 1), tgt[0, 1:]].tolist()
+        best = [max(range(len(source) + 1), key=lambda i: alpha[0, j, i]) for j in range(len(target))]
+        links.append({(i, j) for j, i in enumerate(best) if i < len(source)})
+        y = []
+        while len(y) < 2 * len(source) + 10 and y[-1:] not in ([EOS], [PAD]): y.append(model(src, torch.tensor([[BOS] + y]))[0, -1].argmax().item())
+        hypotheses.append(" ".join(words[1].words[i] for i in y if i not in (EOS, PAD)))
+    assert got["loss"] == pytest.approx(np.mean(loss), abs=1e-5) and got["ppl"] == pytest.approx(math.exp(np.mean(loss)), rel=1e-5)
+    score = lambda rows: sacrebleu.corpus_bleu([hypotheses[k] for k in rows], [[" ".join(pairs[k][1]) for k in rows]], tokenize="none").score
+    assert got["bleu"] == pytest.approx(score(range(12)), abs=1e-6)
+    short = [k for k, p in enumerate(pairs) if len(p[0]) <= 10]
+    assert set(got["bleu_by_length"]) == {"1-10", "11-20"} and got["bleu_by_length"]["1-10"] == pytest.approx(score(short), abs=1e-6)
+    assert got["aer"] == pytest.approx(1 - 2 * sum((0, 0) in l or (1, 0) in l for l in links) / (sum(map(len, links)) + 24))
+    assert len({module.nll(model.train()(src, tgt[:, :-1]), tgt[:, 1:]).item() for _ in range(3)}) == 3  # dropout is on in training
+
+
+def test_bahdanau_schedule():
+    module = importlib.import_module("bahdanau")
+    cfg = module.Config(lr=0.1, warmup=4, steps=10)
+    assert [round(module.learning_rate(cfg, n), 4) for n in (1, 2, 4, 6, 10)] == [0.025, 0.05, 0.07, 0.05, 0.01]
+    assert {module.learning_rate(module.Config.paper(), n) for n in (1, 1000, 299999)} == {1.0}
 
 
 # ---- the scripts as text ------------------------------------------------------------------------------------------------
@@ -286,6 +322,7 @@ def test_anatomy(name):
     paper, skeleton = source.split(MARKER)
     assert len(source.splitlines()) <= 500 and len(ast.get_docstring(ast.parse(source)).splitlines()) <= 25
     assert SCRIPTS[name][0] not in skeleton and name not in skeleton  # the skeleton never asks which model it has
+    assert {(HERE / f"{other}.py").read_text().split(MARKER)[1] for other in SCRIPTS} == {skeleton} and len(paper.splitlines()) <= 230
     imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
     assert not imported & (set(SCRIPTS) - {name})
 
@@ -302,6 +339,7 @@ def test_attention_classes_can_be_lifted(name):
         lifted = call(alone[cls])
         torch.manual_seed(0)
         for a, b in zip(lifted, call(getattr(importlib.import_module(name), cls)), strict=True): close(a, b)
+        assert (lifted[-1][..., -1] == 0).all() and (lifted[-1][..., 0] > 0).all()  # the mask
 
 
 # ---- the built-in corpus ------------------------------------------------------------------------------------------------
@@ -467,7 +505,9 @@ def test_aer_by_hand():
 
 # ---- the command line ---------------------------------------------------------------------------------------------------
 
-SMALL = "--emb 16 --hidden 16 --attn 16 --maxout 16 --dropout 0.1 --tokens 300 --every 4 --device cpu".split()
+def small(name):
+    return [*itertools.chain.from_iterable((f"--{k}", str(2 * v)) for k, v in SCRIPTS[name][1].items()),
+            *"--dropout 0.1 --tokens 300 --every 4 --device cpu".split()]
 
 
 @pytest.fixture
@@ -495,7 +535,7 @@ def test_train_translate_align(name, files):
     """Through real processes: train on your own text, then use the folder alone."""
     folder, pairs = files
     out = folder / "run"
-    done = shell(name, *train_flags(folder), "--out", out, "--steps", 8, *SMALL)
+    done = shell(name, *train_flags(folder), "--out", out, "--steps", 8, *small(name))
     assert done.returncode == 0 and "BLEU" in done.stdout and done.stderr == "", done.stderr
     log = [json.loads(line) for line in open(out / "log.jsonl")]
     assert [line["step"] for line in log[:-1]] == [4, 8] and log[-1]["final"] is True
@@ -515,17 +555,44 @@ def test_train_translate_align(name, files):
 
 
 @scripts
+def test_the_best_model_is_kept(name, files, monkeypatch, capsys):
+    """model.pt is the one that scored best on valid, not the last one; it is the one that is reported."""
+    folder, _ = files
+    module, losses = importlib.import_module(name), iter([3.0, 1.0, 2.0, 9.0])
+    monkeypatch.setattr(module, "loss_of", lambda *a: next(losses))
+    seen = {}
+    monkeypatch.setattr(module, "evaluate", lambda model, *a, old=module.evaluate: seen.update(model.state_dict()) or old(model, *a))
+    module.main([*train_flags(folder), "--out", str(folder / "run"), "--steps", "12", *small(name)])
+    best, last = (torch.load(folder / "run" / f, weights_only=True) for f in ("model.pt", "last.pt"))
+    assert last["now"]["step"] == 12 and last["now"]["best"] == 1.0 and set(best) == {"script", "config", "words", "model"}
+    assert all(torch.equal(seen[k], best["model"][k]) for k in seen) and any(not torch.equal(last["model"][k], seen[k]) for k in seen)
+
+
+@scripts
+def test_two_processes_equal_one(name, files):
+    """torchrun with two processes and half the batch each gives the loss curve of one process."""
+    folder, _ = files
+    flags = [*train_flags(folder), "--steps", "8", *small(name), "--dropout", "0"]
+    run = lambda *args: subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True, check=True)
+    run(HERE / f"{name}.py", *flags, "--tokens", "300", "--out", folder / "one")
+    run("-m", "torch.distributed.run", "--nproc_per_node=2", HERE / f"{name}.py", *flags, "--tokens", "150", "--out", folder / "two")
+    one, two = ([json.loads(line) for line in open(folder / out / "log.jsonl")] for out in ("one", "two"))
+    assert len(one) == len(two) == 3
+    for a, b in zip(one, two): assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a.get("step") == b.get("step")
+
+
+@scripts
 def test_resume_is_exact(name, files, capsys):
     folder, _ = files
     module = importlib.import_module(name)
-    go = lambda out, steps, *more: module.main([*train_flags(folder), "--out", str(folder / out), "--steps", str(steps), "--warmup", "1", *SMALL, *more])
+    go = lambda out, steps, *more: module.main([*train_flags(folder), "--out", str(folder / out), "--steps", str(steps), *small(name), *more])
     weights = lambda out: torch.load(folder / out / "last.pt", weights_only=True)
     go("whole", 8)
     with pytest.MonkeyPatch.context() as patch:  # stops after the fourth step, as a kill would
         patch.setattr(module, "look", lambda *a, look=module.look: (look(*a), pytest.fail("killed"))[0])
         with pytest.raises(pytest.fail.Exception): go("parts", 8)
     assert weights("parts")["now"]["step"] == 4
-    go("parts", 8, "--resume")
+    module.main([*train_flags(folder), "--out", str(folder / "parts"), "--resume", "--device", "cpu"])
     a, b = weights("whole"), weights("parts")
     assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"]) and a["now"]["epoch"] > 0
 
@@ -563,6 +630,20 @@ def test_bad_input_gets_one_line(name, files, capsys):
 
 
 @scripts
+def test_no_run_is_overwritten(name, tmp_path, monkeypatch):
+    """Without --out each training gets a folder of its own, and the last one is used."""
+    module = importlib.import_module(name)
+    monkeypatch.chdir(tmp_path)
+    where = lambda *args: module.folder(module.parse(args)).as_posix()
+    assert where() == where("--translate") == f"runs/{name}"
+    for n, want in enumerate((name, f"{name}-2")):
+        (tmp_path / "runs" / want).mkdir(parents=True)
+        (tmp_path / "runs" / want / "model.pt").touch()
+        assert where("--resume") == where("--align", "a", "b") == f"runs/{want}" and where() == f"runs/{name}-{n + 2}"
+    assert where("--out", "there") == "there"
+
+
+@scripts
 def test_help_explains_every_flag(name, capsys):
     module = importlib.import_module(name)
     with pytest.raises(SystemExit) as stop: module.main(["--help"])
@@ -584,3 +665,10 @@ def test_readme_commands_exist():
         if script[:-3] in SCRIPTS:
             source = (HERE / script).read_text()
             for flag in re.findall(r"--([a-z-]+)", rest): assert f'"--{flag}"' in source or re.search(rf"^    {flag.replace('-', '_')}: ", source, re.M), (script, flag)
+
+
+def test_readme_points_at_the_right_lines():
+    """The paper-to-code map: each piece of code stands on the line it is linked to."""
+    rows = re.findall(r"\[`([^`]+)`\]\((\w+\.py)#L(\d+)\)", (HERE / "README.md").read_text())
+    assert len(rows) >= 12
+    for code, file, line in rows: assert code in (HERE / file).read_text().split("\n")[int(line) - 1], (code, file, line)

@@ -187,7 +187,7 @@ def make_optimizer(model, cfg):
 
 def learning_rate(cfg, step):
     if cfg.optimizer == "adadelta": return cfg.lr
-    return cfg.lr * min(step / cfg.warmup, 1 - (step - 1) / cfg.steps)
+    return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
 
 Model = RNNsearch
 
@@ -202,7 +202,8 @@ def nll(logits, y, smoothing=0.0):
     return F.cross_entropy(logits, y, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
 
 def make_train_step(model, cfg, optimizer=None):
-    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16."""
+    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16.
+    The learning rate is that of learning_rate(cfg, 1), (cfg, 2), ...; the optimizer keeps the count."""
     optimizer = optimizer or make_optimizer(model, cfg)
     world = dist.get_world_size() if dist.is_initialized() else 1
     net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
@@ -216,6 +217,9 @@ def make_train_step(model, cfg, optimizer=None):
         loss = loss / total[1 if cfg.per == "token" else 2]
         (loss * world).backward()  # times world: DistributedDataParallel takes the mean of the processes, wanted is the sum
         nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+        for group in optimizer.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr"] = learning_rate(cfg, group["step"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return total[0] / total[1]
@@ -356,7 +360,6 @@ def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
         for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world):
             now["step"], now["batch"] = now["step"] + 1, now["batch"] + 1
             now["tokens"] += world * int((src != PAD).sum() + (tgt[:, 1:] != PAD).sum())
-            for group in optimizer.param_groups: group["lr"] = learning_rate(cfg, now["step"])
             loss = train_step(*(torch.from_numpy(x).to(device) for x in (src, tgt)))
             bar.update()
             if now["step"] % cfg.every == 0 or now["step"] == cfg.steps:
@@ -470,6 +473,7 @@ def fail(message):
 def main(argv=None):
     args, best = parse(argv), "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     sys.stdout.reconfigure(encoding="utf-8")
+    torch.backends.mkldnn.enabled = False  # oneDNN's recurrence in small steps is slower than torch's own
     if "LOCAL_RANK" in os.environ:  # one of several processes of torchrun
         if best == "cuda": torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if best == "cuda" else "gloo")

@@ -1,0 +1,446 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy", "tqdm"]
+# ///
+"""Seq2Seq: one LSTM reads the sentence into a vector of fixed size, another writes the translation from it.
+Sutskever, Vinyals, Le 2014, Sequence to Sequence Learning with Neural Networks, arXiv 1409.3215
+
+    v = LSTM(x_T, ..., x_2, x_1)                 the last state, h and c of every layer, after reading backwards
+    h_t = LSTM(y_{t-1}, h_{t-1})                 a second deep LSTM, h_0 = v
+    p(y_t | v, y_<t) = softmax(W h_t)            a word's probability
+    p(y | x) = prod_t p(y_t | v, y_<t)           a sentence's                                        (1)
+
+    python seq2seq_lstm.py                       built-in corpus: TODO
+    python seq2seq_lstm.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
+
+There is no attention in this model, so there is no alignment either. What it draws in its place is gradient saliency,
+    alpha_ij = |x_j . d log p(y_i) / d x_j| / sum_k |x_k . d log p(y_i) / d x_k|,
+how much each source word's embedding moved each target word's probability: what of it the fixed vector kept.
+
+Deviations from the paper
+- The end of the source is marked, as in figure 1, and read first when reversed; the decoder starts from <s>, not <EOS>.
+- A batch holds sentences of like length, as in the paper, from a shuffled corpus. The learning rate's schedule is
+  stretched over --steps: these are the paper's 7.5 epochs. On CUDA the arithmetic is bf16. Decoding is greedy.
+- Without --paper: small, Adam, dropout and label smoothing, so that it learns in two minutes on a laptop.
+"""
+import argparse, dataclasses, html, inspect, itertools, json, math, os, re, sys, time, typing
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import data
+from data import BOS, EOS, PAD
+
+@dataclasses.dataclass
+class Config:
+    src_vocab: int = 30000  # source words kept, the most frequent ones (4 special ones counted); the others become <unk>
+    tgt_vocab: int = 30000  # target words kept, likewise
+    emb: int = 192          # size of a word embedding
+    hidden: int = 192       # cells of each LSTM layer
+    layers: int = 1         # LSTM layers, in the encoder and in the decoder
+    reverse: bool = True    # read the source backwards
+    dropout: float = 0.0    # on the input of each LSTM layer and on the last one's output; the paper has none
+    init: float = 0.2       # every weight is drawn between this and its negative
+    optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd is the paper's
+    lr: float = 0.01        # learning rate
+    warmup: int = 30        # steps until Adam's learning rate is reached; from there it falls to 0
+    clip: float = 5.0       # a gradient of greater norm is scaled down to it
+    smoothing: float = 0.1  # label smoothing; the paper has none
+    per: typing.Literal["token", "sentence"] = "token"  # the gradient is that of the mean loss of a token, or of a sentence
+    tokens: int = 1024      # source and target tokens in a batch of one process, padding counted
+    sentences: int = 1000   # sentences in a batch of one process at most
+    steps: int = 1250       # training steps
+    every: int = 200        # steps between two looks at the validation set
+    max_len: int = 0        # words in a sentence to train on at most (0: 30 in the built-in corpus, 100 in your own text)
+    min_count: int = 1      # rarer words become <unk>
+    joint: bool = False     # one vocabulary for both languages
+    seed: int = 1           # of all that is random
+
+    @classmethod
+    def paper(cls, **overrides):
+        """Section 3.4. 7.5 epochs of 12 million pairs, 128 at a time, are 703,125 steps."""
+        return cls(**dict(src_vocab=160000, tgt_vocab=80000, emb=1000, hidden=1000, layers=4, init=0.08, smoothing=0.0,
+                          optimizer="sgd", lr=0.7, per="sentence", sentences=128, tokens=26000, steps=703125,
+                          every=5000) | overrides)
+
+# x source, y target, v the fixed vector, h and c an LSTM's state.
+# Shapes: B batch, S source length, T target length, E embedding, H hidden, L layers, V vocabulary.
+
+class Encoder(nn.Module):
+    """A deep LSTM over the source, which it reads from the end."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.E = nn.Embedding(cfg.src_vocab, cfg.emb)
+        self.lstm = nn.LSTM(cfg.emb, cfg.hidden, cfg.layers, batch_first=True, dropout=cfg.dropout * (cfg.layers > 1))
+        self.drop = nn.Dropout(cfg.dropout)
+        self.reverse = cfg.reverse
+
+    def forward(self, src, factor=1.0):                                           # factor: on each embedding, for saliency
+        length, place = (src != PAD).sum(1, keepdim=True), torch.arange(src.size(1), device=src.device)
+        turn = ((length - 1 - place) % src.size(1)).unsqueeze(-1)     # turns the words around, padding stays behind them
+        x = self.drop(self.E(src) * factor)
+        if self.reverse: x = x.gather(1, turn.expand_as(x))                       # c b a for a b c, section 3.3
+        packed = nn.utils.rnn.pack_padded_sequence(x, length.squeeze(1).cpu(), batch_first=True, enforce_sorted=False)
+        _, v = self.lstm(packed)                                      # the state after each sentence's own last word
+        return v                                                                  # h and c, each (L,B,H)
+
+class Seq2Seq(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.encoder = Encoder(cfg)
+        self.E = nn.Embedding(cfg.tgt_vocab, cfg.emb)
+        self.drop = nn.Dropout(cfg.dropout)
+        self.lstm = nn.LSTM(cfg.emb, cfg.hidden, cfg.layers, batch_first=True, dropout=cfg.dropout * (cfg.layers > 1))
+        self.W = nn.Linear(cfg.hidden, cfg.tgt_vocab)
+        for p in self.parameters(): nn.init.uniform_(p, -cfg.init, cfg.init)      # section 3.4
+
+    def encode(self, src):
+        return self.encoder(src)
+
+    def start(self, v):
+        return v                                                  # all that the decoder will ever know of the source
+
+    def step(self, y, state, v):                                                  # y (B,)
+        h, state = self.lstm(self.drop(self.E(y)).unsqueeze(1), state)
+        return self.W(self.drop(h.squeeze(1))), state
+
+    def forward(self, src, tgt_in, need_alpha=False):
+        h, _ = self.lstm(self.drop(self.E(tgt_in)), self.encode(src))             # (B,T,H), the whole target in one call
+        logits = self.W(self.drop(h))                                             # (B,T,V)
+        return (logits, self.saliency(src, tgt_in)) if need_alpha else logits
+
+    def saliency(self, src, tgt_in):
+        """What each source word has to do with each target word, by gradient. This is not attention."""
+        y = F.pad(tgt_in[:, 1:], (0, 1))                                          # what each step should say:
+        y = y.masked_fill(y == PAD, EOS).unsqueeze(-1)                            # the last one EOS   (B,T,1)
+        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
+            factor = torch.ones_like(src, dtype=self.W.weight.dtype).unsqueeze(-1).requires_grad_()   # (B,S,1)
+            h, _ = self.lstm(self.E(tgt_in), self.encoder(src, factor))
+            log_p = self.W(h).log_softmax(-1).gather(-1, y)                       # (B,T,1)
+            dh, = torch.autograd.grad(log_p.sum(), h, retain_graph=True)          # log p(y_i) needs h_i alone
+            grads = [torch.autograd.grad(h[:, i], factor, dh[:, i], retain_graph=True)[0] for i in range(h.size(1))]
+        alpha = torch.stack(grads, 1).squeeze(-1).abs()           # d/d factor_j = x_j . d/d x_j   (B,T,S)
+        alpha = (alpha + torch.finfo(alpha.dtype).tiny).masked_fill((src == PAD).unsqueeze(1), 0)     # no row is all zero
+        return alpha / alpha.sum(-1, keepdim=True)
+
+def make_optimizer(model, cfg):
+    if cfg.optimizer == "sgd": return torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    return torch.optim.Adam(model.parameters(), lr=cfg.lr)
+
+def learning_rate(cfg, step):
+    if cfg.optimizer == "adam": return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
+    half_epochs = 15 * (step - 1) // cfg.steps                    # of the 7.5 epochs; after 5, the rate is halved with each
+    return cfg.lr * 0.5 ** max(half_epochs - 9, 0)
+
+Model = Seq2Seq
+
+# ---- the same in every script from here on ----
+
+def autocast(x):
+    return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda)
+
+def nll(logits, y, smoothing=0.0):
+    """Negative log-likelihood of y (B,T), label-smoothed if asked, summed over all that is not padding."""
+    logits, y = logits.flatten(0, 1).float(), y.flatten()
+    return F.cross_entropy(logits, y, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+
+def make_train_step(model, cfg, optimizer=None):
+    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16.
+    The learning rate is that of learning_rate(cfg, 1), (cfg, 2), ...; the optimizer keeps the count."""
+    optimizer = optimizer or make_optimizer(model, cfg)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
+
+    def step(src, tgt):
+        model.train()
+        with autocast(src):
+            loss = nll(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing)
+        total = torch.stack([loss.detach(), (tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()])
+        if world > 1: dist.all_reduce(total)  # a token weighs the same on whichever process it is
+        loss = loss / total[1 if cfg.per == "token" else 2]
+        (loss * world).backward()  # times world: DistributedDataParallel takes the mean of the processes, wanted is the sum
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+        for group in optimizer.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr"] = learning_rate(cfg, group["step"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total[0] / total[1]
+    return step
+
+@torch.no_grad()
+def greedy(model, src, max_len):
+    """The likeliest word after word, for all sentences at once: (B,T'), EOS kept, PAD after it.
+    max_len, one for all or one each, counts EOS. No sentence's result depends on its batchmates."""
+    model.eval()
+    limit = torch.as_tensor(max_len, device=src.device).expand(src.size(0))
+    out = src.new_full((src.size(0), int(limit.max())), PAD)
+    with autocast(src):
+        memory = model.encode(src)
+        state, y, done = model.start(memory), torch.full_like(src[:, 0], BOS), limit <= 0
+        for t in range(out.size(1)):
+            if done.all(): return out[:, :t]
+            logits, state = model.step(y, state, memory)
+            out[:, t] = y = logits.argmax(-1).masked_fill(done, PAD)
+            done = done | (y == EOS) | (y == PAD) | (t + 1 >= limit)
+    return out
+
+@torch.no_grad()
+def align(model, src, tgt):
+    """alpha (B,T,S) of a given target, in one forced pass."""
+    model.eval()
+    return model(src, tgt[:, :-1], need_alpha=True)[1]
+
+def links(alpha):
+    """{(source index, target index), ...}: where each target word's row has its maximum. EOS, last of both, has no link."""
+    return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
+
+def pharaoh(alpha):
+    return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
+
+def batched(model, pairs, vocabularies):
+    """Pairs of sentences, like lengths together, as (their indices, src, tgt) on the model's device."""
+    bitext, device = data.Bitext(pairs, vocabularies), next(model.parameters()).device
+    for rows in bitext.cut(tokens=4096):
+        yield rows, *(torch.from_numpy(x).to(device) for x in bitext.batch(rows))
+
+def translate(model, sentences, vocabularies):
+    out = [[] for _ in sentences]
+    for rows, src, _ in batched(model, [(words, []) for words in sentences], vocabularies):
+        n = (src != PAD).sum(1) - 1
+        for row, ids in zip(rows, greedy(model, src, (2 * n + 10) * (n > 0)).tolist()):
+            out[row] = [vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)]
+    return out
+
+def alignments(model, pairs, vocabularies):
+    """alpha of each pair, target words and EOS by source words and EOS."""
+    out = [None for _ in pairs]
+    for rows, src, tgt in batched(model, pairs, vocabularies):
+        for row, alpha in zip(rows, align(model, src, tgt).float().cpu().numpy()):
+            out[row] = alpha[:len(pairs[row][1]) + 1, :len(pairs[row][0]) + 1]
+    return out
+
+@torch.no_grad()
+def loss_of(model, pairs, vocabularies):
+    """Per target token, EOS counted."""
+    model.eval()
+    total = tokens = 0
+    for _, src, tgt in batched(model, pairs, vocabularies):
+        with autocast(src): total += nll(model(src, tgt[:, :-1]), tgt[:, 1:]).item()
+        tokens += (tgt[:, 1:] != PAD).sum().item()
+    return total / tokens
+
+def evaluate(model, pairs, vocabularies):
+    """Greedy translations against the references, and the alignment of the references against gold where there is gold."""
+    hypotheses, buckets = translate(model, [p[0] for p in pairs], vocabularies), {}
+    for (source, target, *_), hypothesis in zip(pairs, hypotheses):
+        buckets.setdefault(max(len(source) - 1, 0) // 10, []).append((hypothesis, target))
+    loss, gold = loss_of(model, pairs, vocabularies), [p[2] for p in pairs if len(p) > 2]
+    return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bleu": data.bleu(hypotheses, [p[1] for p in pairs]),
+            "aer": data.aer([links(alpha) for alpha in alignments(model, pairs, vocabularies)], gold) if gold else None,
+            "bleu_by_length": {f"{10 * k + 1}-{10 * k + 10}": data.bleu(*zip(*v)) for k, v in sorted(buckets.items())}}
+
+def heatmap(source, target, alpha):
+    """alpha in the terminal: a column a source word, a row a target word."""
+    high, wide = (max(map(len, words), default=0) for words in (source, target))
+    head = [" " * (wide + 1) + " ".join(word.rjust(high)[k] for word in source) for k in range(high)]
+    shade = lambda a: " ░▒▓█"[min(int(5 * a), 4)] * 2
+    return "\n".join(head + [word.rjust(wide) + " " + "".join(map(shade, row[:len(source)])) for word, row in zip(target, alpha)])
+
+def svg(source, target, alpha, cell=22):
+    """The same as a picture, readable on light and dark."""
+    left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
+    style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + cell * len(source) + 12}" '
+             f'height="{top + cell * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
+    for j, word in enumerate(source):
+        parts.append(f'<text transform="translate({left + cell * j + 15},{top - 6}) rotate(-90)">{html.escape(word)}</text>')
+    for i, (word, row) in enumerate(zip(target, alpha)):
+        parts.append(f'<text x="{left - 6}" y="{top + cell * i + 15}" text-anchor="end">{html.escape(word)}</text>')
+        parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" '
+                  f'opacity="{0.07 + 0.93 * a:.2f}"/>' for j, a in enumerate(row[:len(source)])]
+    return "\n".join([*parts, "</svg>\n"])
+
+def dump(path, pairs, alphas):
+    """path.npz: the soft weights; path.txt: Pharaoh links, a line a pair; path.svg: the first pair as a picture."""
+    np.savez_compressed(f"{path}.npz", source=[" ".join(p[0]) for p in pairs], target=[" ".join(p[1]) for p in pairs],
+                        **{f"alpha_{k}": alpha for k, alpha in enumerate(alphas)})
+    Path(f"{path}.txt").write_text("".join(pharaoh(alpha) + "\n" for alpha in alphas))
+    Path(f"{path}.svg").write_text(svg(*pairs[0][:2], alphas[0]), encoding="utf-8")
+
+def save(path, content):
+    """Whole or not at all: written beside the old file, then put in its place."""
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+def load(path, device):
+    """(checkpoint, vocabularies) of a run of this script."""
+    if not path.exists(): raise data.InputError(f"{path}: no such file; train first, or name the run's folder with --out")
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        script, vocabularies = checkpoint["script"], [data.Vocabulary(words) for words in checkpoint["words"]]
+    except Exception as error: raise data.InputError(f"{path}: not a sound checkpoint ({type(error).__name__})") from None
+    if script != Path(__file__).stem: raise data.InputError(f"{path}: made by {script}.py; use that")
+    return checkpoint, vocabularies
+
+def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
+    """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    optimizer, device = make_optimizer(model, cfg), next(model.parameters()).device
+    now = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "best": math.inf, "pairs": len(corpus)}
+    if resume:
+        if resume["now"]["pairs"] != len(corpus): raise data.InputError(f"{out}: was trained on other text; give its --train again")
+        model.load_state_dict(resume["model"])
+        optimizer.load_state_dict(resume["optimizer"])
+        torch.set_rng_state(resume["random"].cpu())
+        now = resume["now"]
+    train_step, clock = make_train_step(model, cfg, optimizer), time.perf_counter()
+    bar = tqdm(total=cfg.steps, initial=now["step"], unit="step", disable=True if rank else None)
+    while now["step"] < cfg.steps:
+        for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world):
+            now["step"], now["batch"] = now["step"] + 1, now["batch"] + 1
+            now["tokens"] += world * int((src != PAD).sum() + (tgt[:, 1:] != PAD).sum())
+            loss = train_step(*(torch.from_numpy(x).to(device) for x in (src, tgt)))
+            bar.update()
+            if now["step"] % cfg.every == 0 or now["step"] == cfg.steps:
+                loss, now["seconds"] = loss.item(), now["seconds"] + time.perf_counter() - clock
+                if rank == 0: look(model, cfg, valid, vocabularies, out, optimizer, now, loss, bar)
+                clock = time.perf_counter()  # looking is not training
+            if now["step"] == cfg.steps: break
+        else: now["epoch"], now["batch"] = now["epoch"] + 1, 0
+    bar.close()
+    return now
+
+def look(model, cfg, valid, vocabularies, out, optimizer, now, loss, bar):
+    """Scores valid, writes a line of the log, and saves."""
+    score, best = loss_of(model, valid, vocabularies), now["best"]
+    note(out, step=now["step"], loss=loss, valid_loss=score, lr=optimizer.param_groups[0]["lr"], seconds=now["seconds"])
+    bar.set_postfix(loss=f"{loss:.3f}", valid=f"{score:.3f}")
+    now["best"] = min(best, score)
+    content = {"script": Path(__file__).stem, "config": dataclasses.asdict(cfg), "words": [v.words for v in vocabularies],
+               "model": model.state_dict()}
+    if score < best: save(out / "model.pt", content)
+    save(out / "last.pt", content | {"optimizer": optimizer.state_dict(), "now": now, "random": torch.get_rng_state()})
+
+def note(out, **line):
+    with open(out / "log.jsonl", "a") as log: log.write(json.dumps(line) + "\n")
+
+def train(args, cfg, device):
+    begin, out, resume, rank = time.perf_counter(), folder(args), None, dist.get_rank() if dist.is_initialized() else 0
+    if args.resume:
+        resume, vocabularies = load(out / "last.pt", device)
+        cfg = Config(**resume["config"] | given(args))
+    elif (out / "model.pt").exists(): raise data.InputError(f"{out}: holds a run already; add --resume, or name another --out")
+    if args.train:
+        if not args.valid: raise data.InputError("--train needs --valid SRC TGT, text to choose the best model by")
+        pairs, valid = data.read_pairs(*args.train), list(data.read_pairs(*args.valid))
+        if not valid: raise data.InputError(f"{args.valid[0]}: is empty; give at least one pair")
+        test, example = valid, valid[0][0]
+    else:
+        sizes, example = {"train": 50000, "valid": 500, "test": 1000}, data.EXAMPLE.split()
+        pairs, valid, test = (data.toy(n, max_len=cfg.max_len or 30, split=split) for split, n in sizes.items())
+    limit = (cfg.max_len or 100) if args.train else None  # the built-in corpus keeps to it by itself
+    if resume: corpus = data.Bitext(pairs, vocabularies, limit)
+    else: corpus, vocabularies = data.learn(pairs, (cfg.src_vocab, cfg.tgt_vocab), cfg.min_count, cfg.joint, limit)
+    cfg.src_vocab, cfg.tgt_vocab = (len(v.words) for v in vocabularies)
+    if not len(corpus): raise data.InputError(f"{args.train[0]}: no pair of 1 to {limit} words a side; see --max-len")
+    torch.manual_seed(cfg.seed + rank)
+    model = Model(cfg).to(device)
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        print(f"{len(corpus):,} pairs, {corpus.skipped:,} left out; {cfg.src_vocab:,} and {cfg.tgt_vocab:,} words; "
+              f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
+    now = fit(model, cfg, corpus, valid, vocabularies, out, resume)
+    if rank == 0: report(model, cfg, test, example, vocabularies, out, now, begin)
+
+def report(model, cfg, test, example, vocabularies, out, now, begin):
+    """What the best model does on the test set (for your own text: on valid, by which it was chosen), and where it looks."""
+    device = next(model.parameters()).device
+    model.load_state_dict(load(out / "model.pt", device)[0]["model"])
+    scores, sources = evaluate(model, test, vocabularies), [example] + [p[0] for p in test[:99]]
+    pairs = list(zip(sources, translate(model, sources, vocabularies)))
+    alphas = alignments(model, pairs, vocabularies)
+    dump(out / "align", pairs, alphas)
+    seconds, speed, memory = time.perf_counter() - begin, now["tokens"] / now["seconds"], peak_memory(device)
+    note(out, final=True, **scores, seconds=seconds, tokens_per_second=speed, peak_memory_gib=memory, seed=cfg.seed)
+    print(f"\n{' '.join(pairs[0][0])}\n{' '.join(pairs[0][1])}\n\n{heatmap(*pairs[0], alphas[0])}\n")
+    print(f"{len(test):,} sentences: loss {scores['loss']:.4f}, perplexity {scores['ppl']:.3f}, BLEU {scores['bleu']:.2f}"
+          + (f", AER {scores['aer']:.3f}" if scores["aer"] is not None else ""))
+    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in scores["bleu_by_length"].items()))
+    print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/")
+
+def peak_memory(device):
+    if device.type == "cuda": return torch.cuda.max_memory_allocated() / 2**30
+    try: import resource
+    except ImportError: return 0.0  # Windows does not tell
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: fail(f"{message}; see --help")
+    flag, pair = parser.add_argument, dict(nargs=2, metavar=("SRC", "TGT"))
+    flag("--train", **pair, help="text to learn from, aligned line by line, .gz or not (default: the built-in corpus)")
+    flag("--valid", **pair, help="text to choose the best model by, and to score it on")
+    flag("--translate", action="store_true", help="translate stdin to stdout, line for line")
+    flag("--align", **pair, help="write the alignment of two files to stdout, as Pharaoh pairs i-j")
+    flag("--out", type=Path, help=f"the run's folder (default: runs/{Path(__file__).stem}, then -2, -3, ...; to use, the last of them)")
+    flag("--resume", action="store_true", help="go on with the run in --out; its --train and --valid must be given again")
+    flag("--paper", action="store_true", help="the paper's sizes and recipe")
+    flag("--device", help="cpu, cuda or mps (default: the best there is)")
+    comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))
+    for field in dataclasses.fields(Config):
+        kind = {bool: dict(action=argparse.BooleanOptionalAction)}.get(field.type, dict(type=field.type))
+        if typing.get_args(field.type): kind = dict(choices=typing.get_args(field.type))
+        paper = getattr(Config.paper(), field.name)
+        text = f"{comments[field.name]} (default: {field.default}" + f", --paper: {paper}" * (paper != field.default) + ")"
+        flag("--" + field.name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
+    return parser.parse_args(argv)
+
+def given(args):
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+
+def folder(args):
+    """--out or, without it, the next free folder to train in, or the last one to go on with or to use."""
+    if args.out: return args.out
+    names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 1000)]
+    free = next(i for i, path in enumerate(names) if not (path / "model.pt").exists())
+    return names[max(free - 1, 0) if args.translate or args.align or args.resume else free]
+
+def fail(message):
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+def main(argv=None):
+    args, best = parse(argv), "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    sys.stdout.reconfigure(encoding="utf-8")
+    torch.backends.mkldnn.enabled = False  # oneDNN's recurrence in small steps is slower than torch's own
+    if "LOCAL_RANK" in os.environ:  # one of several processes of torchrun
+        if best == "cuda": torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if best == "cuda" else "gloo")
+    try: device = torch.empty(0, device=args.device or best).device
+    except (RuntimeError, AssertionError): fail(f"--device {args.device}: not on this machine; it has {best}")
+    try:
+        if not args.translate and not args.align:
+            return train(args, Config.paper(**given(args)) if args.paper else Config(**given(args)), device)
+        checkpoint, vocabularies = load(folder(args) / "model.pt", device)
+        model = Model(Config(**checkpoint["config"])).to(device)
+        model.load_state_dict(checkpoint["model"])
+        lines = data.read_pairs(*args.align) if args.align else data.read(0)
+        while chunk := list(itertools.islice(lines, 1000)):
+            if args.align: chunk = map(pharaoh, alignments(model, chunk, vocabularies))
+            else: chunk = map(" ".join, translate(model, chunk, vocabularies))
+            print(*chunk, sep="\n", flush=True)
+    except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read has seen enough
+    except (data.InputError, OSError) as error: fail(error)
+
+if __name__ == "__main__":
+    main()

@@ -27,14 +27,9 @@ Deviations from the paper
 """
 import argparse, dataclasses, html, inspect, itertools, json, math, os, re, sys, time, typing
 from pathlib import Path
-
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from tqdm import tqdm
-
 import data
 from data import BOS, EOS, PAD
 
@@ -61,7 +56,7 @@ class Config:
     every: int = 100        # steps between two looks at the validation set
     max_len: int = 0        # words in a sentence to train on at most (0: 30 in the built-in corpus, 100 in your own text)
     min_count: int = 1      # rarer words become <unk>
-    joint: bool = False     # one vocabulary for both languages
+    joint: bool = False     # one vocabulary for both languages, of --src-vocab words
     seed: int = 1           # of all that is random
 
     @classmethod
@@ -76,7 +71,6 @@ class Config:
 
 class AdditiveAttention(nn.Module):
     """Where in the source does the next target word come from?"""
-
     def __init__(self, query, key, units):
         super().__init__()
         self.W_a = nn.Linear(query, units, bias=False)
@@ -91,7 +85,6 @@ class AdditiveAttention(nn.Module):
 
 class GatedUnit(nn.Module):
     """The decoder's recurrence, A.1.1: the context enters the candidate and both gates."""
-
     def __init__(self, emb, hidden, context):
         super().__init__()
         self.W = nn.Linear(emb, 3 * hidden)                      # W_z, W_r, W in one matrix, and so below
@@ -107,7 +100,6 @@ class GatedUnit(nn.Module):
 
 class Encoder(nn.Module):
     """Two recurrent networks over one embedding, each reading the sentence from its own end."""
-
     def __init__(self, cfg):
         super().__init__()
         self.E = nn.Embedding(cfg.src_vocab, cfg.emb)
@@ -308,14 +300,13 @@ def svg(source, target, alpha, cell=22):
     """The same as a picture, readable on light and dark."""
     left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
     style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
+    label = lambda x, y, more, word: f'<text transform="translate({x},{y}){more}>{html.escape(word)}</text>'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + cell * len(source) + 12}" '
              f'height="{top + cell * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
-    for j, word in enumerate(source):
-        parts.append(f'<text transform="translate({left + cell * j + 15},{top - 6}) rotate(-90)">{html.escape(word)}</text>')
-    for i, (word, row) in enumerate(zip(target, alpha)):
-        parts.append(f'<text x="{left - 6}" y="{top + cell * i + 15}" text-anchor="end">{html.escape(word)}</text>')
-        parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" '
-                  f'opacity="{0.07 + 0.93 * a:.2f}"/>' for j, a in enumerate(row[:len(source)])]
+    parts += [label(left + cell * j + 15, top - 6, ' rotate(-90)"', word) for j, word in enumerate(source)]
+    parts += [label(left - 6, top + cell * i + 15, '" text-anchor="end"', word) for i, word in enumerate(target)]
+    parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" opacity="{0.07 + 0.93 * a:.2f}"/>'
+              for i, row in enumerate(alpha[:len(target)]) for j, a in enumerate(row[:len(source)])]
     return "\n".join([*parts, "</svg>\n"])
 
 def dump(path, pairs, alphas):
@@ -389,7 +380,7 @@ def train(args, cfg, device):
     begin, out, resume, rank = time.perf_counter(), folder(args), None, dist.get_rank() if dist.is_initialized() else 0
     if args.resume:
         resume, vocabularies = load(out / "last.pt", device)
-        cfg = Config(**resume["config"] | given(args))
+        cfg = Config(**resume["config"] | args.config)
     elif (out / "model.pt").exists(): raise data.InputError(f"{out}: holds a run already; add --resume, or name another --out")
     if args.train:
         if not args.valid: raise data.InputError("--train needs --valid SRC TGT, text to choose the best model by")
@@ -454,10 +445,9 @@ def parse(argv):
         paper = getattr(Config.paper(), field.name)
         text = f"{comments[field.name]} (default: {field.default}" + f", --paper: {paper}" * (paper != field.default) + ")"
         flag("--" + field.name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
-    return parser.parse_args(argv)
-
-def given(args):
-    return {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    args = parser.parse_args(argv)
+    args.config = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    return args
 
 def folder(args):
     """--out or, without it, the next free folder to train in, or the last one to go on with or to use."""
@@ -481,10 +471,11 @@ def main(argv=None):
     except (RuntimeError, AssertionError): fail(f"--device {args.device}: not on this machine; it has {best}")
     try:
         if not args.translate and not args.align:
-            return train(args, Config.paper(**given(args)) if args.paper else Config(**given(args)), device)
+            return train(args, (Config.paper if args.paper else Config)(**args.config), device)
         checkpoint, vocabularies = load(folder(args) / "model.pt", device)
-        model = Model(Config(**checkpoint["config"])).to(device)
-        model.load_state_dict(checkpoint["model"])
+        model = Model(Config(**checkpoint["config"] | args.config)).to(device)
+        try: model.load_state_dict(checkpoint["model"])
+        except RuntimeError: raise data.InputError(f"{folder(args)}: its model has other sizes; leave them out here") from None
         lines = data.read_pairs(*args.align) if args.align else data.read(0)
         while chunk := list(itertools.islice(lines, 1000)):
             if args.align: chunk = map(pharaoh, alignments(model, chunk, vocabularies))

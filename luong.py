@@ -5,11 +5,12 @@
 """Luong attention: look back after the recurrent step, everywhere or through a window, and remember where one looked.
 Luong, Pham, Manning 2015, Effective Approaches to Attention-based Neural Machine Translation, arXiv 1508.04025
 
-    h_t = LSTM([y_{t-1} ; h~_{t-1}])             the decoder's top layer; h~ is input feeding        3.3
-    score(h_t, h-_s) = h_t^T h-_s                or h_t^T W_a h-_s, or v_a^T tanh(W_a [h_t ; h-_s])  dot, general, concat
-    a_t(s) = softmax_s(score(h_t, h-_s))         the alignment; or softmax(W_a h_t), location        (7), (8)
-    p_t = S sigmoid(v_p^T tanh(W_p h_t))         the centre of the window; p_t = t in local-m        (9)
-    a_t(s) *= exp(-(s - p_t)^2 / (2 sigma^2))    |s - p_t| <= D, sigma = D/2                         (10)
+    h_t = LSTM([y_{t-1} ; h~_{t-1}])             the decoder's top layer; h~ only with input feeding 3.3
+    score(h_t, h-_s) = h_t^T h-_s                dot; general: h_t^T W_a h-_s; concat: v_a^T tanh(W_a [h_t ; h-_s])
+    a_t(s) = softmax_s(score(h_t, h-_s))         the alignment                                       (7)
+    a_t = softmax(W_a h_t)                       location: instead of a score                        (8)
+    p_t = S sigmoid(v_p^T tanh(W_p h_t))         centre of the window |s - p_t| <= D (local-m: t)    (9)
+    a_t(s) *= exp(-(s - p_t)^2 / (2 sigma^2))    local-p only, sigma = D/2                           (10)
     c_t = sum_s a_t(s) h-_s                      the context
     h~_t = tanh(W_c [c_t ; h_t])                 the attentional state                               (5)
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                             (6)
@@ -18,22 +19,17 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based Neural Machin
     python luong.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 
 Deviations from the paper
-- The source is reversed, but s counts in reading order from 1, else p_t = t would point to the wrong end. The end mark counts.
-- Where the paper is silent: in local-m, p_t stops at the last word; a local window and the location score exclude each other.
-- (10) leaves a_t with a sum below 1 and the model uses it so; the alpha it returns is scaled to sum to 1.
-- The schedule is stretched over --steps: they are the paper's 12 (10) epochs. On CUDA, bf16. Decoding is greedy.
-- Without --paper: small, Adam, label smoothing, so that it learns in two minutes on a laptop.
+- Where the paper is silent: the source is reversed, but s counts from 1 in reading order, the end mark last, else p_t = t
+  would start at the wrong end; p_t = t stops at the last word; the location score goes with global attention alone.
+- By (10) a_t sums to less than 1. The model uses it so; the alpha it returns is scaled to sum to 1.
+- --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA. Greedy decoding; the paper's is a beam search.
+- Without --paper: small, Adam, label smoothing, no input feeding, so that it learns in two minutes on a laptop.
 """
 import argparse, dataclasses, html, inspect, itertools, json, math, os, re, sys, time, typing
 from pathlib import Path
-
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from tqdm import tqdm
-
 import data
 from data import BOS, EOS, PAD
 
@@ -44,12 +40,12 @@ class Config:
     emb: int = 128          # size of a word embedding
     hidden: int = 128       # cells of each LSTM layer
     layers: int = 1         # LSTM layers, in the encoder and in the decoder
-    score: typing.Literal["dot", "general", "concat", "location"] = "general"  # how h_t is compared with each h-_s
-    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # to the whole source, or to a window around p_t
-    input_feeding: bool = False  # h~_{t-1} is part of the decoder's next input
+    score: typing.Literal["dot", "general", "concat", "location"] = "general"  # how h_t is compared with each h-_s, 3.1
+    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # to all of the source or to a window around p_t, 3.2
+    input_feeding: bool = False  # h~_{t-1} is part of the decoder's next input, 3.3
     D: int = 10             # words in the window on each side of p_t
     reverse: bool = True    # read the source backwards
-    dropout: float = 0.2    # on the input of each LSTM layer
+    dropout: float = 0.2    # on the input of each LSTM layer and on what enters the softmax
     init: float = 0.1       # every weight is drawn between this and its negative
     optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd is the paper's
     lr: float = 0.01        # learning rate
@@ -63,7 +59,7 @@ class Config:
     every: int = 200        # steps between two looks at the validation set
     max_len: int = 0        # words in a sentence to train on at most (0: 30 in the built-in corpus, 100 in your own text)
     min_count: int = 1      # rarer words become <unk>
-    joint: bool = False     # one vocabulary for both languages
+    joint: bool = False     # one vocabulary for both languages, of --src-vocab words
     seed: int = 1           # of all that is random
 
     def __post_init__(self):
@@ -73,17 +69,16 @@ class Config:
 
     @classmethod
     def paper(cls, **overrides):
-        """Section 4.1. 12 epochs of 4.5 million pairs, 128 at a time, are 421,875 steps. The best row of table 1 is local-p."""
+        """Section 4.1, the best single model of table 1. 12 epochs of 4.5 million pairs, 128 a batch, are 421,875 steps."""
         return cls(**dict(src_vocab=50000, tgt_vocab=50000, emb=1000, hidden=1000, layers=4, attention="local-p",
-                          input_feeding=True, smoothing=0.0, optimizer="sgd", lr=1.0, clip=5.0, per="sentence", sentences=128, tokens=13056, max_len=50,
-                          steps=421875, every=5000) | overrides)
+                          input_feeding=True, smoothing=0.0, optimizer="sgd", lr=1.0, clip=5.0, per="sentence",
+                          sentences=128, tokens=13184, max_len=50, steps=421875, every=5000) | overrides)
 
 # x source, y target, h_t decoder's state, h_bar (h-) encoder's states, a_t alignment, c_t context, h_tilde (h~), p_t centre.
 # Shapes: B batch, S source length, T target length (1 when stepping), E embedding, H hidden, L layers, V vocabulary.
 
 class LuongAttention(nn.Module):
     """Where in the source is target word t? Asked of one step or of all at once."""
-
     def __init__(self, hidden, score="general", attention="global", D=10, positions=101):
         super().__init__()
         self.score, self.attention, self.D = score, attention, D
@@ -94,32 +89,34 @@ class LuongAttention(nn.Module):
         if attention == "local-p": self.W_p, self.v_p = weight(hidden, hidden), weight(hidden)
 
     def keys(self, h_bar):                                        # what of the score does not depend on t: once a sentence
-        if self.score == "general": return h_bar @ self.W_a.T                     # W_a h-_s
+        if self.score == "general": return h_bar @ self.W_a.T                     # W_a h-_s                    (B,S,H)
         if self.score == "concat": return h_bar @ self.W_a[:, h_bar.size(-1):].T  # h-_s's half of W_a [h_t ; h-_s]
         return h_bar
 
-    def forward(self, h_t, keys, h_bar, length, t):               # h_t (B,T,H)  keys, h_bar (B,S,H)  length (B,)  t (T,), from 1
+    def forward(self, h_t, keys, h_bar, length, t):               # h_t (B,T,H)  keys, h_bar (B,S,H)  length (B,)  t (T,) from 1
         S, s = length.view(-1, 1, 1).float(), torch.arange(1.0, h_bar.size(1) + 1, device=h_bar.device)
-        if self.score == "location": e = F.pad(h_t @ self.W_a.T, (0, len(s) - len(self.W_a)), value=-torch.inf)     # eq. (8)
-        elif self.score == "concat": e = torch.tanh((h_t @ self.W_a[:, :h_t.size(-1)].T).unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a
-        else: e = h_t @ keys.mT                                   # h_t^T h-_s, h_t^T W_a h-_s                       (B,T,S)
+        if self.score in ("dot", "general"): e = h_t @ keys.mT                                         # (B,T,S)
+        if self.score == "concat":
+            e = torch.tanh((h_t @ self.W_a[:, :h_t.size(-1)].T).unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a
+        if self.score == "location":                              # a row of W_a a position; words past the last are ignored
+            e = F.pad(h_t @ self.W_a.T, (0, len(s) - len(self.W_a)), value=-torch.inf)                 # eq. (8)
 
-        outside = s > S                                           # padding
-        if self.attention == "local-m": p_t = torch.minimum(t.view(-1, 1), S)                       # p_t = t          (B,T,1)
-        if self.attention == "local-p": p_t = S * torch.sigmoid(torch.tanh(h_t @ self.W_p.T) @ self.v_p).unsqueeze(-1)   # eq. (9)
-        if self.attention != "global": outside = outside | ((s - p_t).abs() > self.D)
+        if self.attention == "global": outside = s > S                                                 # padding
+        if self.attention == "local-m": p_t = torch.minimum(t.view(-1, 1), S)                          # p_t = t, at most S
+        if self.attention == "local-p": p_t = S * torch.sigmoid(torch.tanh(h_t @ self.W_p.T) @ self.v_p).unsqueeze(-1)  # (9)
+        if self.attention != "global": outside = (s > S) | ((s - p_t).abs() > self.D)                  # and beyond the window
 
-        a_t = e.masked_fill(outside, -torch.inf).softmax(-1)                                        # eq. (7)          (B,T,S)
-        if self.attention == "local-p": a_t = a_t * torch.exp(-(s - p_t) ** 2 / (2 * (self.D / 2) ** 2))             # eq. (10)
-        return a_t @ h_bar, a_t                                                                     # c_t (B,T,H), a_t
+        a_t = e.masked_fill(outside, -torch.inf).softmax(-1)                                           # eq. (7)   (B,T,S)
+        if self.attention == "local-p": a_t = a_t * torch.exp(-(s - p_t) ** 2 / (2 * (self.D / 2) ** 2))   # eq. (10)
+        return a_t @ h_bar, a_t                                                                        # c_t (B,T,H), a_t
 
 class Encoder(nn.Module):
-    """A deep LSTM over the source, which it reads from the end."""
-
+    """A deep LSTM over the source, which it reads backwards."""
     def __init__(self, cfg):
         super().__init__()
         self.E = nn.Embedding(cfg.src_vocab, cfg.emb)
-        self.lstm = nn.LSTM(cfg.emb, cfg.hidden, cfg.layers, batch_first=True, dropout=cfg.dropout * (cfg.layers > 1))
+        between = cfg.dropout if cfg.layers > 1 else 0.0          # nn.LSTM's own: between its layers, and there alone
+        self.lstm = nn.LSTM(cfg.emb, cfg.hidden, cfg.layers, batch_first=True, dropout=between)
         self.drop = nn.Dropout(cfg.dropout)
         self.reverse = cfg.reverse
 
@@ -131,7 +128,7 @@ class Encoder(nn.Module):
         packed = nn.utils.rnn.pack_padded_sequence(x, length.squeeze(1).cpu(), batch_first=True, enforce_sorted=False)
         h_bar, state = self.lstm(packed)                              # state: every layer's h and c after the last word
         h_bar, _ = nn.utils.rnn.pad_packed_sequence(h_bar, batch_first=True, total_length=src.size(1))
-        if self.reverse: h_bar = h_bar.gather(1, turn.expand_as(h_bar))           # in reading order again
+        if self.reverse: h_bar = h_bar.gather(1, turn.expand_as(h_bar))           # turned again: in reading order
         return h_bar, state                                                       # (B,S,H), 2 x (L,B,H)
 
 class LuongNMT(nn.Module):
@@ -142,7 +139,7 @@ class LuongNMT(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
         self.attention = LuongAttention(cfg.hidden, cfg.score, cfg.attention, cfg.D, positions=(cfg.max_len or 100) + 1)
         self.lstm = nn.LSTM(cfg.emb + cfg.hidden * cfg.input_feeding, cfg.hidden, cfg.layers, batch_first=True,
-                            dropout=cfg.dropout * (cfg.layers > 1))
+                            dropout=self.encoder.lstm.dropout)
         self.W_c = nn.Linear(2 * cfg.hidden, cfg.hidden, bias=False)
         self.W_s = nn.Linear(cfg.hidden, cfg.tgt_vocab, bias=False)
         self.input_feeding = cfg.input_feeding
@@ -163,17 +160,17 @@ class LuongNMT(nn.Module):
 
     def advance(self, y, state, memory):                                          # y (B,1,E): one step
         state, h_tilde, t = state
-        h_t, state = self.lstm(torch.cat([y, h_tilde], -1) if self.input_feeding else y, state)     # section 3.3
+        h_t, state = self.lstm(self.drop(torch.cat([y, h_tilde], -1) if self.input_feeding else y), state)   # section 3.3
         h_tilde, a_t = self.attend(h_t, memory, t)
         return (state, h_tilde, t + 1), a_t
 
     def step(self, y, state, memory):                                             # y (B,)
-        state, _ = self.advance(self.drop(self.E(y)).unsqueeze(1), state, memory)
-        return self.W_s(state[1].squeeze(1)), state                                                 # eq. (6)
+        state, _ = self.advance(self.E(y).unsqueeze(1), state, memory)
+        return self.W_s(self.drop(state[1].squeeze(1))), state                                      # eq. (6)
 
     def forward(self, src, tgt_in, need_alpha=False):
         memory = self.encode(src)
-        y, state = self.drop(self.E(tgt_in)), self.start(memory)                  # (B,T,E)
+        y, state = self.E(tgt_in), self.start(memory)                             # (B,T,E)
         if self.input_feeding:                                    # every step waits for the h~ of the one before
             steps = []
             for i in range(tgt_in.size(1)):
@@ -181,9 +178,9 @@ class LuongNMT(nn.Module):
                 steps.append((state[1], a_t))
             h_tilde, a_t = (torch.cat(x, 1) for x in zip(*steps))                 # (B,T,H), (B,T,S)
         else:                                                     # none does: the whole target in one call
-            h_t, _ = self.lstm(y, state[0])
+            h_t, _ = self.lstm(self.drop(y), state[0])
             h_tilde, a_t = self.attend(h_t, memory, torch.arange(1, tgt_in.size(1) + 1, device=src.device))
-        logits = self.W_s(h_tilde)                                                # eq. (6)   (B,T,V)
+        logits = self.W_s(self.drop(h_tilde))                                     # eq. (6)   (B,T,V)
         return (logits, a_t / a_t.sum(-1, keepdim=True)) if need_alpha else logits
 
 def make_optimizer(model, cfg):
@@ -314,14 +311,13 @@ def svg(source, target, alpha, cell=22):
     """The same as a picture, readable on light and dark."""
     left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
     style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
+    label = lambda x, y, more, word: f'<text transform="translate({x},{y}){more}>{html.escape(word)}</text>'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + cell * len(source) + 12}" '
              f'height="{top + cell * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
-    for j, word in enumerate(source):
-        parts.append(f'<text transform="translate({left + cell * j + 15},{top - 6}) rotate(-90)">{html.escape(word)}</text>')
-    for i, (word, row) in enumerate(zip(target, alpha)):
-        parts.append(f'<text x="{left - 6}" y="{top + cell * i + 15}" text-anchor="end">{html.escape(word)}</text>')
-        parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" '
-                  f'opacity="{0.07 + 0.93 * a:.2f}"/>' for j, a in enumerate(row[:len(source)])]
+    parts += [label(left + cell * j + 15, top - 6, ' rotate(-90)"', word) for j, word in enumerate(source)]
+    parts += [label(left - 6, top + cell * i + 15, '" text-anchor="end"', word) for i, word in enumerate(target)]
+    parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" opacity="{0.07 + 0.93 * a:.2f}"/>'
+              for i, row in enumerate(alpha[:len(target)]) for j, a in enumerate(row[:len(source)])]
     return "\n".join([*parts, "</svg>\n"])
 
 def dump(path, pairs, alphas):
@@ -395,7 +391,7 @@ def train(args, cfg, device):
     begin, out, resume, rank = time.perf_counter(), folder(args), None, dist.get_rank() if dist.is_initialized() else 0
     if args.resume:
         resume, vocabularies = load(out / "last.pt", device)
-        cfg = Config(**resume["config"] | given(args))
+        cfg = Config(**resume["config"] | args.config)
     elif (out / "model.pt").exists(): raise data.InputError(f"{out}: holds a run already; add --resume, or name another --out")
     if args.train:
         if not args.valid: raise data.InputError("--train needs --valid SRC TGT, text to choose the best model by")
@@ -460,10 +456,9 @@ def parse(argv):
         paper = getattr(Config.paper(), field.name)
         text = f"{comments[field.name]} (default: {field.default}" + f", --paper: {paper}" * (paper != field.default) + ")"
         flag("--" + field.name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
-    return parser.parse_args(argv)
-
-def given(args):
-    return {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    args = parser.parse_args(argv)
+    args.config = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    return args
 
 def folder(args):
     """--out or, without it, the next free folder to train in, or the last one to go on with or to use."""
@@ -487,10 +482,11 @@ def main(argv=None):
     except (RuntimeError, AssertionError): fail(f"--device {args.device}: not on this machine; it has {best}")
     try:
         if not args.translate and not args.align:
-            return train(args, Config.paper(**given(args)) if args.paper else Config(**given(args)), device)
+            return train(args, (Config.paper if args.paper else Config)(**args.config), device)
         checkpoint, vocabularies = load(folder(args) / "model.pt", device)
-        model = Model(Config(**checkpoint["config"])).to(device)
-        model.load_state_dict(checkpoint["model"])
+        model = Model(Config(**checkpoint["config"] | args.config)).to(device)
+        try: model.load_state_dict(checkpoint["model"])
+        except RuntimeError: raise data.InputError(f"{folder(args)}: its model has other sizes; leave them out here") from None
         lines = data.read_pairs(*args.align) if args.align else data.read(0)
         while chunk := list(itertools.islice(lines, 1000)):
             if args.align: chunk = map(pharaoh, alignments(model, chunk, vocabularies))

@@ -15,24 +15,20 @@ Sutskever, Vinyals, Le 2014, Sequence to Sequence Learning with Neural Networks,
 
 There is no attention in this model, so there is no alignment either. What it draws in its place is gradient saliency,
     alpha_ij = |x_j . d log p(y_i) / d x_j| / sum_k |x_k . d log p(y_i) / d x_k|,
-how much each source word's embedding moved each target word's probability: what of it the fixed vector kept.
+how much each source word still moves each target word's probability through the one vector between them.
 
 Deviations from the paper
-- The end of the source is marked, as in figure 1, and read first when reversed; the decoder starts from <s>, not <EOS>.
-- A batch holds sentences of like length, as in the paper, from a shuffled corpus. The learning rate's schedule is
-  stretched over --steps: these are the paper's 7.5 epochs. On CUDA the arithmetic is bf16. Decoding is greedy.
-- Without --paper: small, Adam, dropout and label smoothing, so that it learns in two minutes on a laptop.
+- torch's LSTM; the paper's is that of Graves, which also has peepholes from the cells to the gates.
+- The decoder starts from <s>, not <EOS>, and the source ends with </s>, which is read first when reversed.
+- --steps counts as the paper's 7.5 epochs, whatever the corpus; sentences over 100 words are left out (--max-len).
+- On CUDA the arithmetic is bf16. Decoding is greedy; the paper's is a beam search.
+- Without --paper: small, one layer, Adam, label smoothing, so that it learns something in two minutes on a laptop.
 """
 import argparse, dataclasses, html, inspect, itertools, json, math, os, re, sys, time, typing
 from pathlib import Path
-
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from tqdm import tqdm
-
 import data
 from data import BOS, EOS, PAD
 
@@ -58,7 +54,7 @@ class Config:
     every: int = 200        # steps between two looks at the validation set
     max_len: int = 0        # words in a sentence to train on at most (0: 30 in the built-in corpus, 100 in your own text)
     min_count: int = 1      # rarer words become <unk>
-    joint: bool = False     # one vocabulary for both languages
+    joint: bool = False     # one vocabulary for both languages, of --src-vocab words
     seed: int = 1           # of all that is random
 
     @classmethod
@@ -72,12 +68,12 @@ class Config:
 # Shapes: B batch, S source length, T target length, E embedding, H hidden, L layers, V vocabulary.
 
 class Encoder(nn.Module):
-    """A deep LSTM over the source, which it reads from the end."""
-
+    """A deep LSTM over the source, which it reads backwards."""
     def __init__(self, cfg):
         super().__init__()
         self.E = nn.Embedding(cfg.src_vocab, cfg.emb)
-        self.lstm = nn.LSTM(cfg.emb, cfg.hidden, cfg.layers, batch_first=True, dropout=cfg.dropout * (cfg.layers > 1))
+        between = cfg.dropout if cfg.layers > 1 else 0.0          # nn.LSTM's own: between its layers, and there alone
+        self.lstm = nn.LSTM(cfg.emb, cfg.hidden, cfg.layers, batch_first=True, dropout=between)
         self.drop = nn.Dropout(cfg.dropout)
         self.reverse = cfg.reverse
 
@@ -96,7 +92,7 @@ class Seq2Seq(nn.Module):
         self.encoder = Encoder(cfg)
         self.E = nn.Embedding(cfg.tgt_vocab, cfg.emb)
         self.drop = nn.Dropout(cfg.dropout)
-        self.lstm = nn.LSTM(cfg.emb, cfg.hidden, cfg.layers, batch_first=True, dropout=cfg.dropout * (cfg.layers > 1))
+        self.lstm = nn.LSTM(cfg.emb, cfg.hidden, cfg.layers, batch_first=True, dropout=self.encoder.lstm.dropout)
         self.W = nn.Linear(cfg.hidden, cfg.tgt_vocab)
         for p in self.parameters(): nn.init.uniform_(p, -cfg.init, cfg.init)      # section 3.4
 
@@ -112,18 +108,18 @@ class Seq2Seq(nn.Module):
 
     def forward(self, src, tgt_in, need_alpha=False):
         h, _ = self.lstm(self.drop(self.E(tgt_in)), self.encode(src))             # (B,T,H), the whole target in one call
-        logits = self.W(self.drop(h))                                             # (B,T,V)
+        logits = self.W(self.drop(h))                                             # the softmax of eq. (1)   (B,T,V)
         return (logits, self.saliency(src, tgt_in)) if need_alpha else logits
 
     def saliency(self, src, tgt_in):
         """What each source word has to do with each target word, by gradient. This is not attention."""
         y = F.pad(tgt_in[:, 1:], (0, 1))                                          # what each step should say:
         y = y.masked_fill(y == PAD, EOS).unsqueeze(-1)                            # the last one EOS   (B,T,1)
-        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
+        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):      # cuDNN's LSTM: no gradient in eval mode
             factor = torch.ones_like(src, dtype=self.W.weight.dtype).unsqueeze(-1).requires_grad_()   # (B,S,1)
-            h, _ = self.lstm(self.E(tgt_in), self.encoder(src, factor))
-            log_p = self.W(h).log_softmax(-1).gather(-1, y)                       # (B,T,1)
-            dh, = torch.autograd.grad(log_p.sum(), h, retain_graph=True)          # log p(y_i) needs h_i alone
+            h, _ = self.lstm(self.drop(self.E(tgt_in)), self.encoder(src, factor))
+            log_p = self.W(self.drop(h)).log_softmax(-1).gather(-1, y)            # (B,T,1)
+            dh, = torch.autograd.grad(log_p.sum(), h, retain_graph=True)          # the softmax once: p(y_i) needs h_i alone
             grads = [torch.autograd.grad(h[:, i], factor, dh[:, i], retain_graph=True)[0] for i in range(h.size(1))]
         alpha = torch.stack(grads, 1).squeeze(-1).abs()           # d/d factor_j = x_j . d/d x_j   (B,T,S)
         alpha = (alpha + torch.finfo(alpha.dtype).tiny).masked_fill((src == PAD).unsqueeze(1), 0)     # no row is all zero
@@ -257,14 +253,13 @@ def svg(source, target, alpha, cell=22):
     """The same as a picture, readable on light and dark."""
     left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
     style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
+    label = lambda x, y, more, word: f'<text transform="translate({x},{y}){more}>{html.escape(word)}</text>'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + cell * len(source) + 12}" '
              f'height="{top + cell * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
-    for j, word in enumerate(source):
-        parts.append(f'<text transform="translate({left + cell * j + 15},{top - 6}) rotate(-90)">{html.escape(word)}</text>')
-    for i, (word, row) in enumerate(zip(target, alpha)):
-        parts.append(f'<text x="{left - 6}" y="{top + cell * i + 15}" text-anchor="end">{html.escape(word)}</text>')
-        parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" '
-                  f'opacity="{0.07 + 0.93 * a:.2f}"/>' for j, a in enumerate(row[:len(source)])]
+    parts += [label(left + cell * j + 15, top - 6, ' rotate(-90)"', word) for j, word in enumerate(source)]
+    parts += [label(left - 6, top + cell * i + 15, '" text-anchor="end"', word) for i, word in enumerate(target)]
+    parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" opacity="{0.07 + 0.93 * a:.2f}"/>'
+              for i, row in enumerate(alpha[:len(target)]) for j, a in enumerate(row[:len(source)])]
     return "\n".join([*parts, "</svg>\n"])
 
 def dump(path, pairs, alphas):
@@ -338,7 +333,7 @@ def train(args, cfg, device):
     begin, out, resume, rank = time.perf_counter(), folder(args), None, dist.get_rank() if dist.is_initialized() else 0
     if args.resume:
         resume, vocabularies = load(out / "last.pt", device)
-        cfg = Config(**resume["config"] | given(args))
+        cfg = Config(**resume["config"] | args.config)
     elif (out / "model.pt").exists(): raise data.InputError(f"{out}: holds a run already; add --resume, or name another --out")
     if args.train:
         if not args.valid: raise data.InputError("--train needs --valid SRC TGT, text to choose the best model by")
@@ -403,10 +398,9 @@ def parse(argv):
         paper = getattr(Config.paper(), field.name)
         text = f"{comments[field.name]} (default: {field.default}" + f", --paper: {paper}" * (paper != field.default) + ")"
         flag("--" + field.name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
-    return parser.parse_args(argv)
-
-def given(args):
-    return {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    args = parser.parse_args(argv)
+    args.config = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    return args
 
 def folder(args):
     """--out or, without it, the next free folder to train in, or the last one to go on with or to use."""
@@ -430,10 +424,11 @@ def main(argv=None):
     except (RuntimeError, AssertionError): fail(f"--device {args.device}: not on this machine; it has {best}")
     try:
         if not args.translate and not args.align:
-            return train(args, Config.paper(**given(args)) if args.paper else Config(**given(args)), device)
+            return train(args, (Config.paper if args.paper else Config)(**args.config), device)
         checkpoint, vocabularies = load(folder(args) / "model.pt", device)
-        model = Model(Config(**checkpoint["config"])).to(device)
-        model.load_state_dict(checkpoint["model"])
+        model = Model(Config(**checkpoint["config"] | args.config)).to(device)
+        try: model.load_state_dict(checkpoint["model"])
+        except RuntimeError: raise data.InputError(f"{folder(args)}: its model has other sizes; leave them out here") from None
         lines = data.read_pairs(*args.align) if args.align else data.read(0)
         while chunk := list(itertools.islice(lines, 1000)):
             if args.align: chunk = map(pharaoh, alignments(model, chunk, vocabularies))

@@ -19,20 +19,17 @@ Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762
 The alignment it draws is its decoder-to-encoder attention in one layer, the mean of the heads: TODO
 
 Deviations from the paper
+- Words are what stands between spaces; the paper's are pieces of words (byte pairs), and 37,000 of them.
 - The paper does not tell its initialisation. Here: embeddings N(0, 1/d_model), other matrices Glorot's uniform, biases zero.
 - On CUDA the arithmetic is bf16. Decoding is greedy; the paper's is a beam search over averaged checkpoints.
-- Without --paper: small, so that it learns in two minutes on a laptop.
+- Without --paper: small, no dropout, two vocabularies, and a learning rate that also falls to 0, so that it learns in two
+  minutes on a laptop.
 """
 import argparse, dataclasses, html, inspect, itertools, json, math, os, re, sys, time, typing
 from pathlib import Path
-
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from tqdm import tqdm
-
 import data
 from data import BOS, EOS, PAD
 
@@ -44,13 +41,13 @@ class Config:
     d_ff: int = 256         # size of the hidden layer of FFN
     heads: int = 4          # h, attention heads; d_k = d_v = d_model / h
     layers: int = 2         # N, layers of the encoder and of the decoder
-    align_layer: int = 2    # the decoder layer, from 1, whose attention to the source is the alignment
-    dropout: float = 0.0    # on each sublayer's output and on embedding + position
+    align_layer: int = 0    # the decoder layer, from 1, whose attention to the source is the alignment (0: the last)
+    dropout: float = 0.0    # on each sublayer's output and on embedding + position, section 5.4
     lr: float = 1.0         # factor on the learning rate (3)
     warmup: int = 400       # steps until the learning rate's maximum
-    cooldown: bool = True   # the learning rate is also multiplied by what is left of --steps; the paper's is not
+    cooldown: bool = True   # the learning rate also falls to 0 in proportion to the --steps left; the paper's does not
     clip: float = math.inf  # a gradient of greater norm is scaled down to it; the paper does not
-    smoothing: float = 0.1  # label smoothing
+    smoothing: float = 0.1  # label smoothing, section 5.4
     per: typing.Literal["token", "sentence"] = "token"  # the gradient is that of the mean loss of a token, or of a sentence
     tokens: int = 1024      # source and target tokens in a batch of one process, padding counted
     sentences: int = 1000   # sentences in a batch of one process at most
@@ -58,23 +55,24 @@ class Config:
     every: int = 200        # steps between two looks at the validation set
     max_len: int = 0        # words in a sentence to train on at most (0: 30 in the built-in corpus, 100 in your own text)
     min_count: int = 1      # rarer words become <unk>
-    joint: bool = False     # one vocabulary for both languages, and one matrix for both embeddings
+    joint: bool = False     # one vocabulary for both languages, of --src-vocab words, and one matrix for both embeddings
     seed: int = 1           # of all that is random
 
     def __post_init__(self):
         if self.d_model % self.heads or self.d_model % 2:
             raise data.InputError(f"--d-model {self.d_model}: must be even, and a multiple of --heads {self.heads}")
-        if not 1 <= self.align_layer <= self.layers:
+        if not 0 <= self.align_layer <= self.layers:
             raise data.InputError(f"--align-layer {self.align_layer}: there are layers 1 to {self.layers}")
 
     @classmethod
     def paper(cls, **overrides):
-        """The base model of table 3, 100,000 steps. One vocabulary of 37,000 for both languages, unless two sizes are given."""
+        """The base model of table 3. One vocabulary for both languages, as in section 5.1, unless their sizes differ."""
         joint = overrides.get("src_vocab") == overrides.get("tgt_vocab")
-        return cls(**dict(src_vocab=37000, tgt_vocab=37000, joint=joint, d_model=512, d_ff=2048, heads=8, layers=6, align_layer=5,
-                          dropout=0.1, warmup=4000, cooldown=False, tokens=50000, steps=100000, every=1000) | overrides)
+        return cls(**dict(src_vocab=37000, tgt_vocab=37000, joint=joint, d_model=512, d_ff=2048, heads=8, layers=6,
+                          dropout=0.1, warmup=4000, cooldown=False, tokens=50000, sentences=50000, steps=100000,
+                          every=1000) | overrides)
 
-# Q queries, K keys, V values, x source, y target; memory: each decoder layer's K and V of the source, and where that is padding.
+# Q queries, K keys, V values, x source, y target; memory: K and V of the source for each decoder layer, and its padding.
 # Shapes: B batch, S source length, T target length, h heads, d_k = d_model / h.
 
 class MultiHeadAttention(nn.Module):
@@ -85,20 +83,21 @@ class MultiHeadAttention(nn.Module):
 
     @staticmethod
     def attention(Q, K, V, mask=None, causal=False, need_alpha=False):            # Q (B,h,T,d_k)  K, V (B,h,S,d_k)
-        if not need_alpha:                                        # the same in one kernel, which keeps the weights to itself
+        """mask (B,1,1,S) is True where nobody may look; causal: nobody looks ahead. One or the other."""
+        if not need_alpha:                                        # eq. (1) in one kernel, which keeps the weights to itself
             return F.scaled_dot_product_attention(Q, K, V, None if mask is None else ~mask, is_causal=causal), None
         if causal: mask = torch.ones(Q.size(2), K.size(2), dtype=torch.bool, device=Q.device).triu(1)
         scores = Q @ K.mT / math.sqrt(Q.size(-1))                                 # (B,h,T,S)
-        if mask is not None: scores = scores.masked_fill(mask, -torch.inf)        # True: out of sight
+        if mask is not None: scores = scores.masked_fill(mask, -torch.inf)
         alpha = scores.softmax(-1)
         return alpha @ V, alpha                                                   # eq. (1)   (B,h,T,d_k), (B,h,T,S)
 
     def split(self, x): return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B,T,d_model) -> (B,h,T,d_k)
 
-    def keys(self, x): return self.split(self.W_K(x)), self.split(self.W_V(x))
+    def keys_values(self, x): return self.split(self.W_K(x)), self.split(self.W_V(x))
 
-    def forward(self, x, K, V, mask=None, causal=False, need_alpha=False):        # x (B,T,d_model)
-        heads, alpha = self.attention(self.split(self.W_Q(x)), K, V, mask, causal, need_alpha)
+    def forward(self, q, K, V, mask=None, causal=False, need_alpha=False):        # q (B,T,d_model)
+        heads, alpha = self.attention(self.split(self.W_Q(q)), K, V, mask, causal, need_alpha)
         return self.W_O(heads.transpose(1, 2).flatten(2)), alpha                  # section 3.2.2
 
 def feed_forward(cfg):
@@ -112,7 +111,7 @@ class EncoderLayer(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, mask):                                                   # x (B,S,d_model)
-        a, _ = self.self_attention(x, *self.self_attention.keys(x), mask)
+        a, _ = self.self_attention(x, *self.self_attention.keys_values(x), mask)
         x = self.norm_1(x + self.drop(a))                                         # LayerNorm(x + Sublayer(x)), section 3.1
         return self.norm_2(x + self.drop(self.ffn(x)))
 
@@ -125,11 +124,11 @@ class DecoderLayer(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, y, past, source, mask, need_alpha=False):                   # y (B,T,d_model)
-        K, V = self.self_attention.keys(y)
-        if past is not None: K, V = (torch.cat(x, 2) for x in zip(past, (K, V)))  # the cache: one word more
-        a, _ = self.self_attention(y, K, V, causal=past is None)
+        K, V = self.self_attention.keys_values(y)
+        if past is not None: K, V = (torch.cat(pair, 2) for pair in zip(past, (K, V)))   # the cache: one word more
+        a, _ = self.self_attention(y, K, V, causal=past is None)                  # each word sees those before, section 3.2.3
         y = self.norm_1(y + self.drop(a))
-        c, alpha = self.attention(y, *source, mask, need_alpha=need_alpha)
+        c, alpha = self.attention(y, *source, mask, need_alpha=need_alpha)        # source: K and V
         y = self.norm_2(y + self.drop(c))
         return self.norm_3(y + self.drop(self.ffn(y))), (K, V), alpha
 
@@ -137,8 +136,8 @@ class Transformer(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         if cfg.joint and cfg.src_vocab != cfg.tgt_vocab: raise ValueError("a joint vocabulary has one size")
-        self.d_model, self.align_layer = cfg.d_model, cfg.align_layer
-        self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.d_model)       # the output's matrix too, section 3.4
+        self.d_model, self.align_layer = cfg.d_model, cfg.align_layer or cfg.layers
+        self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.d_model)       # the output's matrix too and, if joint, the source's: 3.4
         self.E_x = self.E_y if cfg.joint else nn.Embedding(cfg.src_vocab, cfg.d_model)
         self.encoder = nn.ModuleList(EncoderLayer(cfg) for _ in range(cfg.layers))
         self.decoder = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.layers))
@@ -150,25 +149,29 @@ class Transformer(nn.Module):
 
     def embed(self, E, words, first=0):
         x = E(words) * math.sqrt(self.d_model)                                    # section 3.4
-        pos = torch.arange(first, first + words.size(1), device=x.device, dtype=x.dtype).unsqueeze(1)
-        angle = pos / 10000 ** (torch.arange(0, self.d_model, 2, device=x.device, dtype=x.dtype) / self.d_model)
-        return self.drop(x + torch.stack([angle.sin(), angle.cos()], -1).flatten(1))   # section 3.5
+        exact = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float))   # bf16 cannot count to 300
+        pos = torch.arange(first, first + words.size(1), **exact).unsqueeze(1)
+        angle = pos / 10000 ** (torch.arange(0, self.d_model, 2, **exact) / self.d_model)
+        PE = torch.stack([angle.sin(), angle.cos()], -1).flatten(1)               # section 3.5   (T,d_model)
+        return self.drop(x + PE.to(x.dtype))
 
     def encode(self, src):
         mask, x = (src == PAD)[:, None, None], self.embed(self.E_x, src)          # (B,1,1,S), (B,S,d_model)
         for layer in self.encoder: x = layer(x, mask)
-        return [layer.attention.keys(x) for layer in self.decoder], mask
+        return [layer.attention.keys_values(x) for layer in self.decoder], mask
 
     def start(self, memory):
         return [None for _ in self.decoder]                       # each layer's K and V of the target so far
 
     def decode(self, y, state, memory, need_alpha=False):                         # y (B,T): the whole target, or the next word
         sources, mask = memory
-        y, new, alphas = self.embed(self.E_y, y, 0 if state[0] is None else state[0][0].size(2)), [], []
-        for n, layer in enumerate(self.decoder):
-            y, past, alpha = layer(y, state[n], sources[n], mask, need_alpha and n + 1 == self.align_layer)
-            new, alphas = new + [past], alphas + [alpha]
-        return F.linear(y, self.E_y.weight), new, alphas[self.align_layer - 1]    # (B,T,V), state, (B,h,T,S)
+        first = 0 if state[0] is None else state[0][0].size(2)    # y's position: as many words are in the cache
+        y, new, alphas = self.embed(self.E_y, y, first), [], []
+        for n, (layer, past, source) in enumerate(zip(self.decoder, state, sources), 1):
+            y, past, alpha = layer(y, past, source, mask, need_alpha and n == self.align_layer)
+            new.append(past)
+            alphas.append(alpha)
+        return F.linear(y, self.E_y.weight), new, alphas[self.align_layer - 1]    # section 3.4   (B,T,V)
 
     def step(self, y, state, memory):                                             # y (B,)
         logits, state, _ = self.decode(y.unsqueeze(1), state, memory)
@@ -180,7 +183,7 @@ class Transformer(nn.Module):
         return (logits, alpha.mean(1)) if need_alpha else logits
 
 def make_optimizer(model, cfg):
-    return torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.98), eps=1e-9)
+    return torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9)      # section 5.3; the rate is eq. (3)'s
 
 def learning_rate(cfg, step):
     rate = cfg.lr * cfg.d_model ** -0.5 * min(step ** -0.5, step * cfg.warmup ** -1.5)                # eq. (3)
@@ -305,14 +308,13 @@ def svg(source, target, alpha, cell=22):
     """The same as a picture, readable on light and dark."""
     left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
     style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
+    label = lambda x, y, more, word: f'<text transform="translate({x},{y}){more}>{html.escape(word)}</text>'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + cell * len(source) + 12}" '
              f'height="{top + cell * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
-    for j, word in enumerate(source):
-        parts.append(f'<text transform="translate({left + cell * j + 15},{top - 6}) rotate(-90)">{html.escape(word)}</text>')
-    for i, (word, row) in enumerate(zip(target, alpha)):
-        parts.append(f'<text x="{left - 6}" y="{top + cell * i + 15}" text-anchor="end">{html.escape(word)}</text>')
-        parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" '
-                  f'opacity="{0.07 + 0.93 * a:.2f}"/>' for j, a in enumerate(row[:len(source)])]
+    parts += [label(left + cell * j + 15, top - 6, ' rotate(-90)"', word) for j, word in enumerate(source)]
+    parts += [label(left - 6, top + cell * i + 15, '" text-anchor="end"', word) for i, word in enumerate(target)]
+    parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" opacity="{0.07 + 0.93 * a:.2f}"/>'
+              for i, row in enumerate(alpha[:len(target)]) for j, a in enumerate(row[:len(source)])]
     return "\n".join([*parts, "</svg>\n"])
 
 def dump(path, pairs, alphas):
@@ -386,7 +388,7 @@ def train(args, cfg, device):
     begin, out, resume, rank = time.perf_counter(), folder(args), None, dist.get_rank() if dist.is_initialized() else 0
     if args.resume:
         resume, vocabularies = load(out / "last.pt", device)
-        cfg = Config(**resume["config"] | given(args))
+        cfg = Config(**resume["config"] | args.config)
     elif (out / "model.pt").exists(): raise data.InputError(f"{out}: holds a run already; add --resume, or name another --out")
     if args.train:
         if not args.valid: raise data.InputError("--train needs --valid SRC TGT, text to choose the best model by")
@@ -451,10 +453,9 @@ def parse(argv):
         paper = getattr(Config.paper(), field.name)
         text = f"{comments[field.name]} (default: {field.default}" + f", --paper: {paper}" * (paper != field.default) + ")"
         flag("--" + field.name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
-    return parser.parse_args(argv)
-
-def given(args):
-    return {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    args = parser.parse_args(argv)
+    args.config = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    return args
 
 def folder(args):
     """--out or, without it, the next free folder to train in, or the last one to go on with or to use."""
@@ -478,10 +479,11 @@ def main(argv=None):
     except (RuntimeError, AssertionError): fail(f"--device {args.device}: not on this machine; it has {best}")
     try:
         if not args.translate and not args.align:
-            return train(args, Config.paper(**given(args)) if args.paper else Config(**given(args)), device)
+            return train(args, (Config.paper if args.paper else Config)(**args.config), device)
         checkpoint, vocabularies = load(folder(args) / "model.pt", device)
-        model = Model(Config(**checkpoint["config"])).to(device)
-        model.load_state_dict(checkpoint["model"])
+        model = Model(Config(**checkpoint["config"] | args.config)).to(device)
+        try: model.load_state_dict(checkpoint["model"])
+        except RuntimeError: raise data.InputError(f"{folder(args)}: its model has other sizes; leave them out here") from None
         lines = data.read_pairs(*args.align) if args.align else data.read(0)
         while chunk := list(itertools.islice(lines, 1000)):
             if args.align: chunk = map(pharaoh, alignments(model, chunk, vocabularies))

@@ -869,6 +869,26 @@ def test_train_translate_align(name, files, capsys):
         assert all(i < len(source) and j < len(target) for i, j in found) and len({j for _, j in found}) == len(found)
 
 
+@pytest.mark.parametrize("flags", LUONG, ids=lambda v: " ".join(map(str, v.values())))
+def test_luong_variants_on_the_command_line(flags, files, capsys):
+    """Each trains, stops, goes on and aligns; a stop in the middle changes nothing."""
+    folder, pairs = files
+    module = importlib.import_module("luong")
+    words = ["--score", flags["score"], "--attention", flags["attention"], "--input-feeding" if flags["input_feeding"] else "--no-input-feeding"]
+    go = lambda out, *more: module.main([*train_flags(folder), *small("luong"), *words, "--out", str(folder / out), *more])
+    go("whole", "--steps", "4", "--every", "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "look", lambda *a, look=module.look: (look(*a), pytest.fail("killed"))[0])
+        with pytest.raises(pytest.fail.Exception): go("parts", "--steps", "4", "--every", "2")
+    go("parts", "--resume")
+    a, b = (torch.load(folder / out / "last.pt", weights_only=True) for out in ("whole", "parts"))
+    assert a["now"]["step"] == b["now"]["step"] == 4 and all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"])
+    assert {k: a["config"][k] for k in flags} == flags
+    capsys.readouterr()
+    module.main(["--align", str(folder / "train.en"), str(folder / "train.fr"), "--out", str(folder / "parts"), "--device", "cpu"])
+    assert len(capsys.readouterr().out.splitlines()) == len(pairs)
+
+
 def test_transformer_joint_and_layers(files, capsys):
     """--joint through training, a checkpoint and translation; --align-layer chooses among the layers of a trained run."""
     folder, pairs = files
@@ -1023,3 +1043,18 @@ def test_readme_points_at_the_right_lines():
     rows = re.findall(r"\[`([^`]+)`\]\((\w+\.py)#L(\d+)\)", (HERE / "README.md").read_text())
     assert len(rows) >= 12
     for code, file, line in rows: assert code in (HERE / file).read_text().split("\n")[int(line) - 1], (code, file, line)
+
+
+def test_readme_explains_the_flags_of_luong():
+    text = (HERE / "README.md").read_text()
+    for field in importlib.import_module("luong").dataclasses.fields(importlib.import_module("luong").Config):
+        assert re.search(rf"^\| .*`--{field.name.replace('_', '-')}\b.*<br>", text, re.M), field.name
+
+
+def test_readme_diff_is_true():
+    """Each line that README's excerpt takes away is bahdanau.py's, each that it adds is luong.py's."""
+    excerpt, = re.findall(r"```diff\n(.*?)```", (HERE / "README.md").read_text(), re.S)
+    text = {sign: (HERE / f"{name}.py").read_text().split("\n") for sign, name in (("-", "bahdanau"), ("+", "luong"))}
+    lines = [line for line in excerpt.split("\n") if line]
+    assert len(lines) > 20
+    for line in lines: assert any(code.split("  #")[0].rstrip() == line[1:] for code in text[line[0]]), line

@@ -463,7 +463,7 @@ def fail(message):
 def main(argv=None):
     args, best = parse(argv), "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     sys.stdout.reconfigure(encoding="utf-8")
-    torch.backends.mkldnn.enabled = False  # oneDNN's recurrence in small steps is slower than torch's own
+    torch.backends.mkldnn.enabled = False  # on ARM it makes all four scripts slower, on x86 some
     if "LOCAL_RANK" in os.environ:  # one of several processes of torchrun
         if best == "cuda": torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if best == "cuda" else "gloo")

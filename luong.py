@@ -15,7 +15,7 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based Neural Machin
     h~_t = tanh(W_c [c_t ; h_t])                 the attentional state                               (5)
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                             (6)
 
-    python luong.py                              built-in corpus: BLEU 96, AER 0.033 after 105 s on two CPU cores
+    python luong.py                              built-in corpus: BLEU 97, AER 0.036 after 103 s on two CPU cores
     python luong.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 
 Deviations from the paper
@@ -46,7 +46,7 @@ class Config:
     D: int = 10             # words in the window on each side of p_t
     reverse: bool = True    # read the source backwards
     dropout: float = 0.2    # on the input of each LSTM layer and on what enters the softmax
-    init: float = 0.1       # every weight is drawn between this and its negative
+    init: float = 0.15      # every weight is drawn between this and its negative
     optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd is the paper's
     lr: float = 0.01        # learning rate
     warmup: int = 30        # steps until Adam's learning rate is reached; from there it falls to 0
@@ -71,7 +71,7 @@ class Config:
     def paper(cls, **overrides):
         """Section 4.1, the best single model of table 1. 12 epochs of 4.5 million pairs, 128 a batch, are 421,875 steps."""
         return cls(**dict(src_vocab=50000, tgt_vocab=50000, emb=1000, hidden=1000, layers=4, attention="local-p",
-                          input_feeding=True, smoothing=0.0, optimizer="sgd", lr=1.0, clip=5.0, per="sentence",
+                          input_feeding=True, init=0.1, smoothing=0.0, optimizer="sgd", lr=1.0, clip=5.0, per="sentence",
                           sentences=128, tokens=13184, max_len=50, steps=421875, every=5000) | overrides)
 
 # x source, y target, h_t decoder's state, h_bar (h-) encoder's states, a_t alignment, c_t context, h_tilde (h~), p_t centre.

@@ -16,8 +16,9 @@ Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762
     python transformer.py                        built-in corpus: BLEU 96, AER 0.075 after 104 s on two CPU cores
     python transformer.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 
-The alignment it draws is the attention from decoder to encoder in one layer, the mean of its heads. The last layer, since
-of the default's two it has the lower AER on the valid split: 0.08, 0.06, 0.09 against 0.50, 0.33, 0.47 (seeds 1, 2, 3).
+The alignment it draws is the attention from decoder to encoder in the last layer, the mean of its heads. Of the default's two
+layers the last has the lower AER on the valid split, 0.08, 0.06, 0.09 against 0.50, 0.33, 0.47 (seeds 1, 2, 3); of four and
+of six layers it was the last, too (one short run each).
 
 Deviations from the paper
 - Words are what stands between spaces; the paper's are pieces of words (byte pairs), and 37,000 of them.

@@ -18,10 +18,10 @@ There is no attention in this model, so there is no alignment either. What it dr
 how much each source word still moves each target word's probability through the one vector between them.
 
 Deviations from the paper
-- torch's LSTM; the paper's is that of Graves, which also has peepholes from the cells to the gates.
+- torch's LSTM, because it is fused; the paper's is that of Graves, which also has peepholes from the cells to the gates.
 - The decoder starts from <s>, not <EOS>, and the source ends with </s>, which is read first when reversed.
 - --steps counts as the paper's 7.5 epochs, whatever the corpus; sentences over 100 words are left out (--max-len).
-- On CUDA the arithmetic is bf16. Decoding is greedy; the paper's is a beam search.
+- On CUDA the arithmetic is bf16, for speed. Decoding is greedy, to be simple; the paper's is a beam search.
 - Without --paper: small, one layer, Adam, label smoothing, so that it learns something in two minutes on a laptop.
 """
 import argparse, dataclasses, html, inspect, itertools, json, math, os, re, sys, time, typing

@@ -21,9 +21,9 @@ layers the last has the lower AER on the valid split, 0.08, 0.06, 0.09 against 0
 of six layers it was the last, too (one short run each).
 
 Deviations from the paper
-- Words are what stands between spaces; the paper's are pieces of words (byte pairs), and 37,000 of them.
+- Words are what stands between spaces, so that nothing else is needed; the paper's are 37,000 pieces of words (byte pairs).
 - The paper does not tell its initialisation. Here: embeddings N(0, 1/d_model), other matrices Glorot's uniform, biases zero.
-- On CUDA the arithmetic is bf16. Decoding is greedy; the paper's is a beam search over averaged checkpoints.
+- On CUDA the arithmetic is bf16, for speed. Decoding is greedy, to be simple; the paper's is a beam search over averaged checkpoints.
 - Without --paper: small, no dropout, two vocabularies, and a learning rate that also falls to 0, so that it learns in two
   minutes on a laptop.
 """

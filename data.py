@@ -227,7 +227,7 @@ def toy(n, seed=0, max_len=30, split="train"):
     """n pairs (source words, target words, gold) of 3 to max_len source words, more short ones than long ones.
     A sentence's words alone decide its split, so train, valid and test never share one."""
     grammar, splits, pairs = Grammar(f"{seed} {split}"), ["train"] * 8 + ["valid", "test"], []
-    if max_len < 3 or split not in splits: raise InputError(f"toy(max_len={max_len}, split={split!r}): at least 3; train, valid, test")
+    if not 3 <= max_len <= 1000 or split not in splits: raise InputError(f"--max-len {max_len}: must be 3 to 1000")
     while len(pairs) < n:
         pair = grammar.sentence(3 + int((max_len - 2) * grammar.random() ** 2))
         if 3 <= len(pair[0]) <= max_len and splits[zlib.crc32(" ".join(pair[0]).encode()) % 10] == split: pairs.append(pair)
@@ -235,21 +235,23 @@ def toy(n, seed=0, max_len=30, split="train"):
 
 # ---- text, vocabularies, batches -------------------------------------------------------------------------------------
 def read(path):
-    """The sentences of a UTF-8 text file, plain or gzipped (0: stdin), as lists of words."""
+    """The sentences of a UTF-8 text file, plain or gzipped, as lists of words; of stdin (0) every line, whatever is in it."""
     try:
         with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
-            for number, line in enumerate(file, 1): yield b" ".join(line.split()).decode().split(" ") if line.strip() else []
-    except UnicodeDecodeError:
-        raise InputError(f"{path or 'stdin'}, line {number}: not UTF-8; convert the file first") from None
+            for number, line in enumerate(file, 1):
+                bom, words = line.startswith(b"\xef\xbb\xbf"), b" ".join(line.removeprefix(b"\xef\xbb\xbf").split())
+                fault = "a NUL byte" if b"\0" in line else "CR LF" if line[-2:] == b"\r\n" else "a byte-order mark" if bom else ""
+                if fault and path: raise InputError(f"{path}, line {number}: has {fault}; give plain UTF-8 text with LF alone")
+                yield words.decode(errors="strict" if path else "replace").split(" ") if words else []
+    except UnicodeDecodeError: raise InputError(f"{path}, line {number}: not UTF-8; convert the file first") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read, {getattr(error, 'strerror', None) or error}") from None
+        raise InputError(f"{path}: cannot be read, {getattr(error, 'strerror', None) or error}; give a text file") from None
 
 def read_pairs(source, target):
     """The pairs of two files, line for line."""
     for number, pair in enumerate(itertools.zip_longest(read(source), read(target))):
-        if None in pair:
-            raise InputError(f"{source if pair[0] is None else target} ends after line {number}, before the other file of the pair; "
-                             "give two files with the same number of lines")
+        short = source if pair[0] is None else target
+        if None in pair: raise InputError(f"{short} ends after line {number}, before its partner; give equally many lines")
         yield pair
 
 class Vocabulary(dict):
@@ -259,20 +261,16 @@ class Vocabulary(dict):
         self.words = list(words)
     def __missing__(self, word): return UNK
 
-class Growing(Vocabulary):
-    """Gives every new word the next number."""
-    def __missing__(self, word):
-        self.words.append(word)
-        return self.setdefault(word, len(self.words) - 1)
-
 def learn(pairs, sizes=(None, None), min_count=1, joint=False, max_len=None):
     """(Bitext, two vocabularies) of training text, read once: a side's most frequent words, at most `sizes` with the four
     specials, the rest UNK; if joint, one vocabulary for both."""
-    grown = [Growing(SPECIALS)] * 2 if joint else [Growing(SPECIALS), Growing(SPECIALS)]
+    new = lambda: collections.defaultdict(itertools.count(UNK + 1).__next__, {"<unk>": UNK})  # each new word the next number
+    grown = [new()] * 2 if joint else [new(), new()]
     bitext = Bitext(pairs, grown, max_len)
-    counts = [np.bincount(tokens, minlength=len(side.words)) for tokens, side in zip(bitext.tokens, grown)]
+    lists = [SPECIALS[:UNK] + list(numbers) for numbers in grown]
+    counts = [np.bincount(tokens, minlength=len(words)) for tokens, words in zip(bitext.tokens, lists)]
     if joint: counts, sizes = [sum(counts)] * 2, sizes[:1] * 2
-    for side, (words, count, size) in enumerate(zip([g.words for g in grown], counts, sizes)):
+    for side, (words, count, size) in enumerate(zip(lists, counts, sizes)):
         known = [i for i in range(len(SPECIALS), len(words)) if count[i] >= min_count and words[i] not in SPECIALS]
         known = [*range(len(SPECIALS)), *sorted(known, key=lambda i: (-count[i], words[i]))][:size]
         table = np.full(len(words), UNK, np.int32)
@@ -324,11 +322,12 @@ class Bitext:
 
     def epoch(self, tokens, sentences=None, seed=0, epoch=0, skip=0, rank=0, world=1):
         """An epoch's batches, in an order that (seed, epoch) alone decides, from the skip-th on. Of several processes
-        each gets every world-th row of a joint batch `world` times as big; one with too few rows for all is left out."""
+        each gets every world-th row of a joint batch `world` times as big; if it gets none, one with an empty target."""
         random = np.random.default_rng((seed, epoch))
         batches = self.cut(tokens * world, sentences and sentences * world, ties=random.permutation(len(self)))
-        batches = [rows for rows in batches if len(rows) >= world]
-        for i in random.permutation(len(batches))[skip:]: yield self.batch(batches[i][rank::world])
+        for rows in (batches[i] for i in random.permutation(len(batches))[skip:]):
+            src, tgt = self.batch(rows[rank::world] if rank < len(rows) else rows[:1])
+            yield src, tgt * (rank < len(rows))
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
 def bleu(hypotheses, references):

@@ -25,13 +25,12 @@ Deviations from the paper
 - --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for speed. Greedy, not a beam search.
 - Without --paper: small, Adam, label smoothing, no input feeding, so that it learns in two minutes on a laptop.
 """
-import argparse, dataclasses, html, inspect, itertools, json, math, os, re, sys, time, typing
+import argparse, dataclasses, html, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, zipfile, zlib
 from pathlib import Path
-import numpy as np
-import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+import numpy as np, torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from tqdm import tqdm
 import data
-from data import BOS, EOS, PAD
+from data import BOS, EOS, PAD, UNK
 
 @dataclasses.dataclass
 class Config:
@@ -63,7 +62,6 @@ class Config:
     seed: int = 1           # of all that is random
 
     def __post_init__(self):
-        if self.D < 1: raise data.InputError(f"--D {self.D}: the window needs a word on each side")
         if self.score == "location" and self.attention != "global":
             raise data.InputError("--score location gives weights to the whole source; use it with --attention global")
 
@@ -85,7 +83,7 @@ class LuongAttention(nn.Module):
         weight = lambda *shape: nn.Parameter(torch.empty(shape).uniform_(-0.1, 0.1))
         if score == "general": self.W_a = weight(hidden, hidden)
         if score == "concat": self.W_a, self.v_a = weight(hidden, 2 * hidden), weight(hidden)
-        if score == "location": self.W_a = weight(positions, hidden)
+        if score == "location": self.W_a = weight(positions, hidden)              # words past the last position get nothing
         if attention == "local-p": self.W_p, self.v_p = weight(hidden, hidden), weight(hidden)
 
     def keys(self, h_bar):                                        # what of the score does not depend on t: once a sentence
@@ -96,16 +94,12 @@ class LuongAttention(nn.Module):
     def forward(self, h_t, keys, h_bar, length, t):               # h_t (B,T,H)  keys, h_bar (B,S,H)  length (B,)  t (T,) from 1
         S, s = length.view(-1, 1, 1).float(), torch.arange(1.0, h_bar.size(1) + 1, device=h_bar.device)
         if self.score in ("dot", "general"): e = h_t @ keys.mT                                         # (B,T,S)
-        if self.score == "concat":
-            e = torch.tanh((h_t @ self.W_a[:, :h_t.size(-1)].T).unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a
-        if self.score == "location":                              # a row of W_a a position; words past the last are ignored
-            e = F.pad(h_t @ self.W_a.T, (0, len(s) - len(self.W_a)), value=-torch.inf)                 # eq. (8)
-
+        if self.score == "concat": e = ((h_t @ self.W_a.T[:len(self.W_a)]).unsqueeze(2) + keys.unsqueeze(1)).tanh() @ self.v_a
+        if self.score == "location": e = F.pad(h_t @ self.W_a.T, (0, len(s) - len(self.W_a)), value=-torch.inf)   # eq. (8)
         if self.attention == "global": outside = s > S                                                 # padding
         if self.attention == "local-m": p_t = torch.minimum(t.view(-1, 1), S)                          # p_t = t, at most S
         if self.attention == "local-p": p_t = S * torch.sigmoid(torch.tanh(h_t @ self.W_p.T) @ self.v_p).unsqueeze(-1)  # (9)
         if self.attention != "global": outside = (s > S) | ((s - p_t).abs() > self.D)                  # and beyond the window
-
         a_t = e.masked_fill(outside, -torch.inf).softmax(-1)                                           # eq. (7)   (B,T,S)
         if self.attention == "local-p": a_t = a_t * torch.exp(-(s - p_t) ** 2 / (2 * (self.D / 2) ** 2))   # eq. (10)
         return a_t @ h_bar, a_t                                                                        # c_t (B,T,H), a_t
@@ -117,8 +111,7 @@ class Encoder(nn.Module):
         self.E = nn.Embedding(cfg.src_vocab, cfg.emb)
         between = cfg.dropout if cfg.layers > 1 else 0.0          # nn.LSTM's own: between its layers, and there alone
         self.lstm = nn.LSTM(cfg.emb, cfg.hidden, cfg.layers, batch_first=True, dropout=between)
-        self.drop = nn.Dropout(cfg.dropout)
-        self.reverse = cfg.reverse
+        self.drop, self.reverse = nn.Dropout(cfg.dropout), cfg.reverse
 
     def forward(self, src):
         length, place = (src != PAD).sum(1, keepdim=True), torch.arange(src.size(1), device=src.device)
@@ -136,13 +129,11 @@ class LuongNMT(nn.Module):
         super().__init__()
         self.encoder = Encoder(cfg)
         self.E = nn.Embedding(cfg.tgt_vocab, cfg.emb)
-        self.drop = nn.Dropout(cfg.dropout)
+        self.drop, self.input_feeding = nn.Dropout(cfg.dropout), cfg.input_feeding
         self.attention = LuongAttention(cfg.hidden, cfg.score, cfg.attention, cfg.D, positions=(cfg.max_len or 100) + 1)
         self.lstm = nn.LSTM(cfg.emb + cfg.hidden * cfg.input_feeding, cfg.hidden, cfg.layers, batch_first=True,
                             dropout=self.encoder.lstm.dropout)
-        self.W_c = nn.Linear(2 * cfg.hidden, cfg.hidden, bias=False)
-        self.W_s = nn.Linear(cfg.hidden, cfg.tgt_vocab, bias=False)
-        self.input_feeding = cfg.input_feeding
+        self.W_c, self.W_s = (nn.Linear(*n, bias=False) for n in ((2 * cfg.hidden, cfg.hidden), (cfg.hidden, cfg.tgt_vocab)))
         for p in self.parameters(): nn.init.uniform_(p, -cfg.init, cfg.init)      # section 4.1
 
     def encode(self, src):
@@ -170,9 +161,8 @@ class LuongNMT(nn.Module):
 
     def forward(self, src, tgt_in, need_alpha=False):
         memory = self.encode(src)
-        y, state = self.E(tgt_in), self.start(memory)                             # (B,T,E)
+        y, state, steps = self.E(tgt_in), self.start(memory), []                  # (B,T,E)
         if self.input_feeding:                                    # every step waits for the h~ of the one before
-            steps = []
             for i in range(tgt_in.size(1)):
                 state, a_t = self.advance(y[:, i:i + 1], state, memory)
                 steps.append((state[1], a_t))
@@ -196,25 +186,23 @@ Model = LuongNMT
 
 # ---- the same in every script from here on ----
 
-def autocast(x):
-    return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda)
+def autocast(x): return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda)
+def ranks(): return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def nll(logits, y, smoothing=0.0):
-    """Negative log-likelihood of y (B,T), label-smoothed if asked, summed over all that is not padding."""
-    logits, y = logits.flatten(0, 1).float(), y.flatten()
-    return F.cross_entropy(logits, y, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+    """Negative log-likelihood of each sentence of y (B,T), label-smoothed if asked, summed over all that is not padding."""
+    logits, how = logits.flatten(0, 1).float(), dict(ignore_index=PAD, reduction="none", label_smoothing=smoothing)
+    return F.cross_entropy(logits, y.flatten(), **how).view_as(y).sum(1)
 
 def make_train_step(model, cfg, optimizer=None):
     """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16.
     The learning rate is that of learning_rate(cfg, 1), (cfg, 2), ...; the optimizer keeps the count."""
-    optimizer = optimizer or make_optimizer(model, cfg)
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    optimizer, (_, world) = optimizer or make_optimizer(model, cfg), ranks()
     net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
 
     def step(src, tgt):
         model.train()
-        with autocast(src):
-            loss = nll(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing)
+        with autocast(src): loss = nll(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing).sum()
         total = torch.stack([loss.detach(), (tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()])
         if world > 1: dist.all_reduce(total)  # a token weighs the same on whichever process it is
         loss = loss / total[1 if cfg.per == "token" else 2]
@@ -246,52 +234,37 @@ def greedy(model, src, max_len):
     return out
 
 @torch.no_grad()
-def align(model, src, tgt):
-    """alpha (B,T,S) of a given target, in one forced pass."""
+def align(model, src, tgt):  # alpha (B,T,S) of a given target, in one forced pass
     model.eval()
     return model(src, tgt[:, :-1], need_alpha=True)[1]
 
-def links(alpha):
-    """{(source index, target index), ...}: where each target word's row has its maximum. EOS, last of both, has no link."""
-    return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
-
-def pharaoh(alpha):
-    return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
-
-def batched(model, pairs, vocabularies):
-    """Pairs of sentences, like lengths together, as (their indices, src, tgt) on the model's device."""
-    bitext, device = data.Bitext(pairs, vocabularies), next(model.parameters()).device
+def each(use, model, pairs, vocabularies):
+    """use(src, tgt) of all pairs, like lengths in a batch: a list of its results, one a pair, in the pairs' order."""
+    bitext, device, out = data.Bitext(pairs, vocabularies), next(model.parameters()).device, [None for _ in pairs]
     for rows in bitext.cut(tokens=4096):
-        yield rows, *(torch.from_numpy(x).to(device) for x in bitext.batch(rows))
+        results = use(*(torch.from_numpy(x).to(device) for x in bitext.batch(rows)))
+        for row, result in zip(rows, results): out[row] = result
+    return out
 
 def translate(model, sentences, vocabularies):
-    out = [[] for _ in sentences]
-    for rows, src, _ in batched(model, [(words, []) for words in sentences], vocabularies):
+    def use(src, _):
         n = (src != PAD).sum(1) - 1
-        for row, ids in zip(rows, greedy(model, src, (2 * n + 10) * (n > 0)).tolist()):
-            out[row] = [vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)]
-    return out
+        return greedy(model, src, (2 * n + 10) * (n > 0)).tolist()
+    found = each(use, model, [(words, []) for words in sentences], vocabularies)
+    return [[vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)] for ids in found]
 
-def alignments(model, pairs, vocabularies):
-    """alpha of each pair, target words and EOS by source words and EOS."""
-    out = [None for _ in pairs]
-    for rows, src, tgt in batched(model, pairs, vocabularies):
-        for row, alpha in zip(rows, align(model, src, tgt).float().cpu().numpy()):
-            out[row] = alpha[:len(pairs[row][1]) + 1, :len(pairs[row][0]) + 1]
-    return out
+def alignments(model, pairs, vocabularies):  # alpha of each pair, target words and EOS by source words and EOS
+    found = each(lambda src, tgt: align(model, src, tgt).float().cpu().numpy(), model, pairs, vocabularies)
+    return [alpha[:len(target) + 1, :len(source) + 1] for alpha, (source, target, *_) in zip(found, pairs)]
 
 @torch.no_grad()
-def loss_of(model, pairs, vocabularies):
-    """Per target token, EOS counted."""
+def loss_of(model, pairs, vocabularies):  # per target token, EOS counted
+    def use(src, tgt):
+        with autocast(src): return nll(model(src, tgt[:, :-1]), tgt[:, 1:]).tolist()
     model.eval()
-    total = tokens = 0
-    for _, src, tgt in batched(model, pairs, vocabularies):
-        with autocast(src): total += nll(model(src, tgt[:, :-1]), tgt[:, 1:]).item()
-        tokens += (tgt[:, 1:] != PAD).sum().item()
-    return total / tokens
+    return sum(each(use, model, pairs, vocabularies)) / sum(len(p[1]) + 1 for p in pairs)
 
-def evaluate(model, pairs, vocabularies):
-    """Greedy translations against the references, and the alignment of the references against gold where there is gold."""
+def evaluate(model, pairs, vocabularies):  # greedy translations against the references, alignments against gold, if any
     hypotheses, buckets = translate(model, [p[0] for p in pairs], vocabularies), {}
     for (source, target, *_), hypothesis in zip(pairs, hypotheses):
         buckets.setdefault(max(len(source) - 1, 0) // 10, []).append((hypothesis, target))
@@ -300,104 +273,119 @@ def evaluate(model, pairs, vocabularies):
             "aer": data.aer([links(alpha) for alpha in alignments(model, pairs, vocabularies)], gold) if gold else None,
             "bleu_by_length": {f"{10 * k + 1}-{10 * k + 10}": data.bleu(*zip(*v)) for k, v in sorted(buckets.items())}}
 
-def heatmap(source, target, alpha):
-    """alpha in the terminal: a column a source word, a row a target word."""
+def links(alpha):  # {(source index, target index), ...}: each target word's maximum; EOS, last of both, has no link
+    return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
+
+def pharaoh(alpha): return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
+
+def heatmap(source, target, alpha):  # in the terminal: a column a source word, a row a target word
     high, wide = (max(map(len, words), default=0) for words in (source, target))
     head = [" " * (wide + 1) + " ".join(word.rjust(high)[k] for word in source) for k in range(high)]
-    shade = lambda a: " ░▒▓█"[min(int(5 * a), 4)] * 2
-    return "\n".join(head + [word.rjust(wide) + " " + "".join(map(shade, row[:len(source)])) for word, row in zip(target, alpha)])
+    shade = lambda row: "".join(" ░▒▓█"[min(int(5 * a), 4)] * 2 for a in row[:len(source)])
+    return "\n".join(head + [word.rjust(wide) + " " + shade(row) for word, row in zip(target, alpha)])
 
-def svg(source, target, alpha, cell=22):
-    """The same as a picture, readable on light and dark."""
+def svg(source, target, alpha):  # the same as a picture, readable on light and dark
     left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
     style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
     label = lambda x, y, more, word: f'<text transform="translate({x},{y}){more}>{html.escape(word)}</text>'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + cell * len(source) + 12}" '
-             f'height="{top + cell * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
-    parts += [label(left + cell * j + 15, top - 6, ' rotate(-90)"', word) for j, word in enumerate(source)]
-    parts += [label(left - 6, top + cell * i + 15, '" text-anchor="end"', word) for i, word in enumerate(target)]
-    parts += [f'<rect x="{left + cell * j}" y="{top + cell * i}" width="{cell - 1}" height="{cell - 1}" opacity="{0.07 + 0.93 * a:.2f}"/>'
-              for i, row in enumerate(alpha[:len(target)]) for j, a in enumerate(row[:len(source)])]
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 22 * len(source) + 12}" '
+             f'height="{top + 22 * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
+    parts += [label(left + 22 * j + 15, top - 6, ' rotate(-90)"', word) for j, word in enumerate(source)]
+    parts += [label(left - 6, top + 22 * i + 15, '" text-anchor="end"', word) for i, word in enumerate(target)]
+    parts += [f'<rect x="{left + 22 * j}" y="{top + 22 * i}" width="21" height="21" opacity="{0.07 + 0.93 * alpha[i, j]:.2f}"/>'
+              for i in range(len(target)) for j in range(len(source))]
     return "\n".join([*parts, "</svg>\n"])
 
 def dump(path, pairs, alphas):
     """path.npz: the soft weights; path.txt: Pharaoh links, a line a pair; path.svg: the first pair as a picture."""
-    np.savez_compressed(f"{path}.npz", source=[" ".join(p[0]) for p in pairs], target=[" ".join(p[1]) for p in pairs],
-                        **{f"alpha_{k}": alpha for k, alpha in enumerate(alphas)})
-    Path(f"{path}.txt").write_text("".join(pharaoh(alpha) + "\n" for alpha in alphas))
-    Path(f"{path}.svg").write_text(svg(*pairs[0][:2], alphas[0]), encoding="utf-8")
+    sides = {side: [" ".join(pair[k]) for pair in pairs] for k, side in enumerate(("source", "target"))}
+    np.savez_compressed(soft := io.BytesIO(), **sides, **{f"alpha_{k}": alpha for k, alpha in enumerate(alphas)})
+    save(f"{path}.npz", soft.getvalue())
+    save(f"{path}.txt", "".join(pharaoh(alpha) + "\n" for alpha in alphas).encode())
+    save(f"{path}.svg", svg(*pairs[0][:2], alphas[0]).encode())
 
 def save(path, content):
-    """Whole or not at all: written beside the old file, then put in its place."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
+    """Whole or not at all: written beside the old file, then put in its place. Of several processes the first one writes."""
+    part = Path(f"{path}.tmp")
+    if ranks()[0]: return
+    try:
+        with open(part, "wb") as file: file.write(content), file.flush(), os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error: raise data.InputError(f"{path}: not written, {error.strerror}; what was there is whole") from None
+    finally: part.unlink(missing_ok=True)
 
-def load(path, device):
-    """(checkpoint, vocabularies) of a run of this script."""
+def load(path, device, flags={}):
+    """(checkpoint, vocabularies) of a run of this script. A few flags may be new; the others make the run what it is."""
     if not path.exists(): raise data.InputError(f"{path}: no such file; train first, or name the run's folder with --out")
     try:
+        with zipfile.ZipFile(path) as parts: fault = parts.testzip()  # torch.load would not notice a changed byte
         checkpoint = torch.load(path, map_location=device, weights_only=True)
-        script, vocabularies = checkpoint["script"], [data.Vocabulary(words) for words in checkpoint["words"]]
-    except Exception as error: raise data.InputError(f"{path}: not a sound checkpoint ({type(error).__name__})") from None
+        script, config, words = (checkpoint[key] for key in ("script", "config", "words"))
+    except Exception as error: fault = type(error).__name__
+    if fault: raise data.InputError(f"{path}: not a sound checkpoint ({fault}); copy it again, or train again")
     if script != Path(__file__).stem: raise data.InputError(f"{path}: made by {script}.py; use that")
-    return checkpoint, vocabularies
+    for name in flags.keys() - {"src_vocab", "tgt_vocab"}:
+        if name in ("steps", "every", "lr", "warmup", "clip", "align_layer"): config[name] = flags[name]
+        if flags[name] != config[name]: fail(f"--{name}: {config[name]} in this run; leave it out".replace("_", "-"))
+    return checkpoint, [data.Vocabulary(side) for side in words]
 
 def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
-    """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    optimizer, device = make_optimizer(model, cfg), next(model.parameters()).device
-    now = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "best": math.inf, "pairs": len(corpus)}
+    """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on exactly."""
+    (rank, world), device, optimizer, noted = ranks(), next(model.parameters()).device, make_optimizer(model, cfg), []
+    now, words = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "log": []}, [v.words for v in vocabularies]
+    text = [zlib.crc32(tokens) for tokens in corpus.tokens]  # to know it again
     if resume:
-        if resume["now"]["pairs"] != len(corpus): raise data.InputError(f"{out}: was trained on other text; give its --train again")
-        model.load_state_dict(resume["model"])
-        optimizer.load_state_dict(resume["optimizer"])
-        torch.set_rng_state(resume["random"].cpu())
+        if resume["text"] != text: raise data.InputError(f"{out}: was trained on other text; give its --train again")
+        for part in (model, optimizer): part.load_state_dict(resume["model" if part is model else "optimizer"])
         now = resume["now"]
+
+    def keep(name):
+        content = {"script": Path(__file__).stem, "config": vars(cfg), "words": words, "model": model.state_dict()}
+        if name == "last.pt": content |= {"optimizer": optimizer.state_dict(), "now": now, "text": text}
+        torch.save(content, memory := io.BytesIO())  # not to the file: torch.save crashes when the disk is full
+        save(out / name, memory.getbuffer())
+
+    if not resume: keep("last.pt")
+    for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda number, _: noted.append(number))
     train_step, clock = make_train_step(model, cfg, optimizer), time.perf_counter()
     bar = tqdm(total=cfg.steps, initial=now["step"], unit="step", disable=True if rank else None)
     while now["step"] < cfg.steps:
         for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world):
-            now["step"], now["batch"] = now["step"] + 1, now["batch"] + 1
-            now["tokens"] += world * int((src != PAD).sum() + (tgt[:, 1:] != PAD).sum())
-            loss = train_step(*(torch.from_numpy(x).to(device) for x in (src, tgt)))
-            bar.update()
-            if now["step"] % cfg.every == 0 or now["step"] == cfg.steps:
-                loss, now["seconds"] = loss.item(), now["seconds"] + time.perf_counter() - clock
-                if rank == 0: look(model, cfg, valid, vocabularies, out, optimizer, now, loss, bar)
-                clock = time.perf_counter()  # looking is not training
+            torch.manual_seed(hash((cfg.seed, rank, now["step"])))  # so that no random state need be saved
+            loss = score = train_step(*(torch.from_numpy(x).to(device) for x in (src, tgt))).item()
+            count = torch.tensor([(src[tgt[:, 0] != PAD] != PAD).sum() + (tgt[:, 1:] != PAD).sum(), len(noted)])
+            if world > 1: dist.all_reduce(count)
+            now.update(step=now["step"] + 1, batch=now["batch"] + 1, tokens=now["tokens"] + int(count[0]))
+            rate, look = learning_rate(cfg, now["step"]), now["step"] % cfg.every == 0 or now["step"] == cfg.steps
+            if look: score = loss_of(model, valid, vocabularies)
+            if not math.isfinite(score):
+                where = f"step {now['step']}, epoch {now['epoch']}, batch {now['batch']}, learning rate {rate:.2g}"
+                raise data.InputError(f"{where}: the loss is {score}; {out}/last.pt is from before: --resume with a lower --lr")
+            now["seconds"], clock = now["seconds"] + time.perf_counter() - clock, time.perf_counter()
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False), bar.update()
+            if look:
+                if all(score < line["valid_loss"] for line in now["log"]): keep("model.pt")
+                now["log"].append(dict(step=now["step"], loss=loss, valid_loss=score, lr=rate, seconds=now["seconds"]))
+            if look or count[1]: keep("last.pt"), note(out, now["log"])
+            if count[1]: raise KeyboardInterrupt(f"stopped at step {now['step']}; to go on, the same with --resume --out {out}")
             if now["step"] == cfg.steps: break
-        else: now["epoch"], now["batch"] = now["epoch"] + 1, 0
+        else: now.update(epoch=now["epoch"] + 1, batch=0)
+    for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.default_int_handler)
     bar.close()
     return now
 
-def look(model, cfg, valid, vocabularies, out, optimizer, now, loss, bar):
-    """Scores valid, writes a line of the log, and saves."""
-    score, best = loss_of(model, valid, vocabularies), now["best"]
-    note(out, step=now["step"], loss=loss, valid_loss=score, lr=optimizer.param_groups[0]["lr"], seconds=now["seconds"])
-    bar.set_postfix(loss=f"{loss:.3f}", valid=f"{score:.3f}")
-    now["best"] = min(best, score)
-    content = {"script": Path(__file__).stem, "config": dataclasses.asdict(cfg), "words": [v.words for v in vocabularies],
-               "model": model.state_dict()}
-    if score < best: save(out / "model.pt", content)
-    save(out / "last.pt", content | {"optimizer": optimizer.state_dict(), "now": now, "random": torch.get_rng_state()})
+def note(out, log): save(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
-def note(out, **line):
-    with open(out / "log.jsonl", "a") as log: log.write(json.dumps(line) + "\n")
-
-def train(args, cfg, device):
-    begin, out, resume, rank = time.perf_counter(), folder(args), None, dist.get_rank() if dist.is_initialized() else 0
-    if args.resume:
-        resume, vocabularies = load(out / "last.pt", device)
-        cfg = Config(**resume["config"] | args.config)
-    elif (out / "model.pt").exists(): raise data.InputError(f"{out}: holds a run already; add --resume, or name another --out")
+def train(args, device):
+    begin, out, resume = time.perf_counter(), folder(args), None
+    if args.resume: resume, vocabularies = load(out / "last.pt", device, args.config)
+    elif any(out.glob("*.pt")): raise data.InputError(f"{out}: holds a run already; add --resume, or name another --out")
+    if bool(args.train) != bool(args.valid): raise data.InputError("--train SRC TGT and --valid SRC TGT go together; give both")
+    cfg = Config(**resume["config"] if resume else args.config)
     if args.train:
-        if not args.valid: raise data.InputError("--train needs --valid SRC TGT, text to choose the best model by")
         pairs, valid = data.read_pairs(*args.train), list(data.read_pairs(*args.valid))
         if not valid: raise data.InputError(f"{args.valid[0]}: is empty; give at least one pair")
-        test, example = valid, valid[0][0]
+        test, example = valid, valid[0][0]  # your own text is scored on what the best model was chosen by
     else:
         sizes, example = {"train": 50000, "valid": 500, "test": 1000}, data.EXAMPLE.split()
         pairs, valid, test = (data.toy(n, max_len=cfg.max_len or 30, split=split) for split, n in sizes.items())
@@ -406,94 +394,107 @@ def train(args, cfg, device):
     else: corpus, vocabularies = data.learn(pairs, (cfg.src_vocab, cfg.tgt_vocab), cfg.min_count, cfg.joint, limit)
     cfg.src_vocab, cfg.tgt_vocab = (len(v.words) for v in vocabularies)
     if not len(corpus): raise data.InputError(f"{args.train[0]}: no pair of 1 to {limit} words a side; see --max-len")
-    torch.manual_seed(cfg.seed + rank)
+    unknown = max(float((x == UNK).sum() / (x > EOS).sum()) for x in corpus.tokens)
+    if unknown > 0.2: warn(f"{unknown:.0%} of the words on one side become <unk>; see --src-vocab, --tgt-vocab and --min-count")
+    torch.manual_seed(cfg.seed)
     model = Model(cfg).to(device)
-    if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        print(f"{len(corpus):,} pairs, {corpus.skipped:,} left out; {cfg.src_vocab:,} and {cfg.tgt_vocab:,} words; "
-              f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
+    print(f"{len(corpus):,} pairs, {corpus.skipped:,} left out; {cfg.src_vocab:,} and {cfg.tgt_vocab:,} words; "
+          f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
+    if ranks()[0] == 0: out.mkdir(parents=True, exist_ok=bool(args.out or resume))
     now = fit(model, cfg, corpus, valid, vocabularies, out, resume)
-    if rank == 0: report(model, cfg, test, example, vocabularies, out, now, begin)
+    if ranks()[0] == 0: report(model, cfg, test, example, vocabularies, device, out, now, begin)
 
-def report(model, cfg, test, example, vocabularies, out, now, begin):
-    """What the best model does on the test set (for your own text: on valid, by which it was chosen), and where it looks."""
-    device = next(model.parameters()).device
-    model.load_state_dict(load(out / "model.pt", device)[0]["model"])
+def report(model, cfg, test, example, vocabularies, device, out, now, begin):
+    model.load_state_dict(load(out / "model.pt", device)[0]["model"])  # the best one
     scores, sources = evaluate(model, test, vocabularies), [example] + [p[0] for p in test[:99]]
     pairs = list(zip(sources, translate(model, sources, vocabularies)))
     alphas = alignments(model, pairs, vocabularies)
     dump(out / "align", pairs, alphas)
     seconds, speed, memory = time.perf_counter() - begin, now["tokens"] / now["seconds"], peak_memory(device)
-    note(out, final=True, **scores, seconds=seconds, tokens_per_second=speed, peak_memory_gib=memory, seed=cfg.seed)
+    final = dict(final=True, **scores, seconds=seconds, tokens_per_second=speed, peak_memory_gib=memory, seed=cfg.seed)
+    note(out, now["log"] + [final])
     print(f"\n{' '.join(pairs[0][0])}\n{' '.join(pairs[0][1])}\n\n{heatmap(*pairs[0], alphas[0])}\n")
-    print(f"{len(test):,} sentences: loss {scores['loss']:.4f}, perplexity {scores['ppl']:.3f}, BLEU {scores['bleu']:.2f}"
-          + (f", AER {scores['aer']:.3f}" if scores["aer"] is not None else ""))
-    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in scores["bleu_by_length"].items()))
+    print(f"{len(test):,} sentences: loss {final['loss']:.4f}, perplexity {final['ppl']:.3f}, BLEU {final['bleu']:.2f}"
+          + (f", AER {final['aer']:.3f}" if final["aer"] is not None else ""))
+    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in final["bleu_by_length"].items()))
     print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/")
 
 def peak_memory(device):
-    if device.type == "cuda": return torch.cuda.max_memory_allocated() / 2**30
+    if device.type == "cuda": return torch.cuda.max_memory_allocated(device) / 2**30
     try: import resource
     except ImportError: return 0.0  # Windows does not tell
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
 
+def answer(args, device):  # --translate or --align: a line for each line, whatever it is, a thousand at a time
+    checkpoint, vocabularies = load(folder(args) / "model.pt", device, args.config)
+    model = Model(Config(**checkpoint["config"])).to(device)
+    model.load_state_dict(checkpoint["model"])
+    lines = enumerate(data.read_pairs(*args.align) if args.align else zip(data.read(0), itertools.repeat([])), 1)
+    while chunk := dict(itertools.islice(lines, 1000)):
+        for number in [number for number, pair in chunk.items() if max(map(len, pair)) > 1000]:
+            chunk[number] = [], warn(f"line {number}: more than 1,000 words; left empty") or []
+        if args.align: said = map(pharaoh, alignments(model, list(chunk.values()), vocabularies))
+        else: said = map(" ".join, translate(model, [source for source, _ in chunk.values()], vocabularies))
+        print(*said, sep="\n", flush=True)
+
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: fail(f"{message}; see --help")
-    flag, pair = parser.add_argument, dict(nargs=2, metavar=("SRC", "TGT"))
-    flag("--train", **pair, help="text to learn from, aligned line by line, .gz or not (default: the built-in corpus)")
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.error, parser.formatter_class = lambda message: fail(f"{message}; see --help"), argparse.RawDescriptionHelpFormatter
+    flag, mode, pair = parser.add_argument, parser.add_mutually_exclusive_group(), dict(nargs=2, metavar=("SRC", "TGT"))
+    gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())] + ["cuda"] * torch.cuda.is_available()
+    devices = ["cpu"] + ["mps"] * torch.backends.mps.is_available() + gpus
+    mode.add_argument("--train", **pair, help="text to learn from, aligned line by line, or .gz (default: the built-in corpus)")
+    mode.add_argument("--translate", action="store_true", help="translate stdin to stdout, line for line")
+    mode.add_argument("--align", **pair, help="write the alignment of two files to stdout, as Pharaoh pairs i-j")
     flag("--valid", **pair, help="text to choose the best model by, and to score it on")
-    flag("--translate", action="store_true", help="translate stdin to stdout, line for line")
-    flag("--align", **pair, help="write the alignment of two files to stdout, as Pharaoh pairs i-j")
-    flag("--out", type=Path, help=f"the run's folder (default: runs/{Path(__file__).stem}, then -2, -3, ...; to use, the last of them)")
+    flag("--out", type=Path, help="the run's folder (default: runs/ and the script's name, then -2, -3, ...; to use, the last)")
     flag("--resume", action="store_true", help="go on with the run in --out; its --train and --valid must be given again")
     flag("--paper", action="store_true", help="the paper's sizes and recipe")
-    flag("--device", help="cpu, cuda or mps (default: the best there is)")
+    flag("--device", choices=devices, default=devices[-1], help="cpu, cuda or mps (default: the best there is)")
     comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))
-    for field in dataclasses.fields(Config):
+    for name, field in Config.__dataclass_fields__.items():
         kind = {bool: dict(action=argparse.BooleanOptionalAction)}.get(field.type, dict(type=field.type))
         if typing.get_args(field.type): kind = dict(choices=typing.get_args(field.type))
-        paper = getattr(Config.paper(), field.name)
-        text = f"{comments[field.name]} (default: {field.default}" + f", --paper: {paper}" * (paper != field.default) + ")"
-        flag("--" + field.name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
+        paper = getattr(Config.paper(), name)
+        text = f"{comments[name]} (default: {field.default}" + f", --paper: {paper}" * (paper != field.default) + ")"
+        flag("--" + name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
     args = parser.parse_args(argv)
-    args.config = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if getattr(args, f.name) is not None}
+    args.config = {name: value for name, value in vars(args).items() if name in comments and value is not None}
+    five, zero, share = (5, 2**31), (0, 2**31), (0, 0.99)
+    bounds = dict(src_vocab=five, tgt_vocab=five, seed=zero, max_len=zero, align_layer=zero, dropout=share, smoothing=share)
+    for name, value in ((name, value) for name, value in args.config.items() if type(value) in (int, float)):
+        low, high = bounds.get(name, (1, 2**31) if type(value) is int else (1e-9, math.inf))
+        if not low <= value <= high: fail(f"--{name} {value}: must be {low} to {high}".replace("_", "-"))
+    if args.paper: args.config = vars(Config.paper(**args.config))
     return args
 
-def folder(args):
-    """--out or, without it, the next free folder to train in, or the last one to go on with or to use."""
+def folder(args):  # --out or, without it, the next free folder to train in, or the last one to go on with or to use
     if args.out: return args.out
-    names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 1000)]
-    free = next(i for i, path in enumerate(names) if not (path / "model.pt").exists())
+    names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 10000)]
+    free = next(i for i, path in enumerate(names) if not path.exists())
     return names[max(free - 1, 0) if args.translate or args.align or args.resume else free]
 
-def fail(message):
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-    sys.exit(2)
+def warn(message):
+    if ranks()[0] == 0: print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+
+def fail(message, status=2): sys.exit(warn(message) or status)
 
 def main(argv=None):
-    args, best = parse(argv), "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    sys.stdout.reconfigure(encoding="utf-8")
+    if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(encoding="utf-8")
     torch.backends.mkldnn.enabled = False  # on ARM it makes all four scripts slower, on x86 some
-    if "LOCAL_RANK" in os.environ:  # one of several processes of torchrun
-        if best == "cuda": torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if best == "cuda" else "gloo")
-    try: device = torch.empty(0, device=args.device or best).device
-    except (RuntimeError, AssertionError): fail(f"--device {args.device}: not on this machine; it has {best}")
     try:
-        if not args.translate and not args.align:
-            return train(args, (Config.paper if args.paper else Config)(**args.config), device)
-        checkpoint, vocabularies = load(folder(args) / "model.pt", device)
-        model = Model(Config(**checkpoint["config"] | args.config)).to(device)
-        try: model.load_state_dict(checkpoint["model"])
-        except RuntimeError: raise data.InputError(f"{folder(args)}: its model has other sizes; leave them out here") from None
-        lines = data.read_pairs(*args.align) if args.align else data.read(0)
-        while chunk := list(itertools.islice(lines, 1000)):
-            if args.align: chunk = map(pharaoh, alignments(model, chunk, vocabularies))
-            else: chunk = map(" ".join, translate(model, chunk, vocabularies))
-            print(*chunk, sep="\n", flush=True)
+        if process := os.environ.get("LOCAL_RANK"): dist.init_process_group()  # one of several, of torchrun
+        args = parse(argv)
+        if process and args.device == "cuda": torch.cuda.set_device(int(process))
+        if ranks()[0]: sys.stdout = open(os.devnull, "w")  # the first one speaks
+        (answer if args.translate or args.align else train)(args, torch.device(args.device))
+        if process: dist.destroy_process_group()
     except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read has seen enough
+    except KeyboardInterrupt as stop: fail(str(stop) or "stopped", 130)
     except (data.InputError, OSError) as error: fail(error)
+    except RuntimeError as error:
+        if not re.search("memory|overflow", str(error)): raise
+        fail("not enough memory; try fewer --tokens, or a smaller model")
 
 if __name__ == "__main__":
     main()

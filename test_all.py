@@ -2,7 +2,7 @@
 
     python -m pytest -q test_all.py
 """
-import ast, collections, gzip, importlib, itertools, json, math, random, re, subprocess, sys
+import ast, collections, gzip, importlib, io, itertools, json, math, os, pickle, random, re, signal, struct, subprocess, sys, zipfile
 from pathlib import Path
 
 import numpy as np
@@ -239,7 +239,7 @@ def test_equations(name, seed):
         want, where = oracle(b)
         close(log_p[b, :len(want)], torch.tensor(np.array(want)))
         close(alpha[b, :len(want), :len(where[0])], torch.tensor(np.array(where)), 1e-6 if "seq2seq" in name else 1e-9)  # saliency: finite differences
-    module.nll(logits[:2], y[:2]).double().backward()
+    module.nll(logits[:2], y[:2]).double().sum().backward()
 
     def loss(key, at, change):
         p[key][at] += change
@@ -450,7 +450,7 @@ def test_label_smoothing(seed):
     logits, y = torch.randn(3, 4, 7, generator=r), torch.randint(0, 7, (3, 4), generator=r)
     y[0, 3] = PAD
     want = sum(-0.9 * q[w] - 0.1 * q.mean() for q, w in zip(logits.flatten(0, 1).log_softmax(-1), y.flatten()) if w != PAD)
-    assert module.nll(logits, y, 0.1).item() == pytest.approx(want.item(), abs=1e-4)
+    assert module.nll(logits, y, 0.1).sum().item() == pytest.approx(want.item(), abs=1e-4)
 
 
 # ---- properties, over random shapes -------------------------------------------------------------------------------------
@@ -467,10 +467,10 @@ def test_padding_changes_nothing(name, seed):
     close(alpha_more[:, :alpha.size(1), :alpha.size(2)], alpha)
     assert (module.greedy(model, wide(src, 4), 12) == module.greedy(model, src, 12)).all()
     model.zero_grad()
-    module.nll(logits, tgt[:, 1:]).backward()
+    module.nll(logits, tgt[:, 1:]).sum().backward()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    module.nll(more, wide(tgt, 3)[:, 1:]).backward()
+    module.nll(more, wide(tgt, 3)[:, 1:]).sum().backward()
     for p, grad in zip(model.parameters(), grads): close(p.grad, grad, 1e-5)  # the loss is taken in float32
 
 
@@ -618,7 +618,7 @@ def test_evaluate(name):
     short = [k for k, p in enumerate(pairs) if len(p[0]) <= 10]
     assert set(got["bleu_by_length"]) == {"1-10", "11-20"} and got["bleu_by_length"]["1-10"] == pytest.approx(score(short), abs=1e-6)
     assert got["aer"] == pytest.approx(1 - 2 * sum((0, 0) in l or (1, 0) in l for l in links) / (sum(map(len, links)) + 24))
-    assert len({module.nll(model.train()(src, tgt[:, :-1]), tgt[:, 1:]).item() for _ in range(3)}) == 3  # dropout is on in training
+    assert len({module.nll(model.train()(src, tgt[:, :-1]), tgt[:, 1:]).sum().item() for _ in range(3)}) == 3  # dropout is on in training
 
 
 def test_bahdanau_schedule():
@@ -788,8 +788,11 @@ def test_batches(corpus):
     assert order(one) != order(epoch(seed=1, epoch=1)) and order(one) != order(epoch(seed=2, epoch=0))
     assert max(len(src) for src, _ in epoch(sentences=6)) == 6
     ranks, joint = [epoch(seed=1, rank=r, world=3) for r in range(3)], list(bitext.epoch(4500, seed=1))
-    assert [sum(map(len, (b[0] for b in batches))) for batches in zip(*ranks)] == [len(src) for src, _ in joint if len(src) >= 3]
-    assert collections.Counter(p for rank in ranks for p in order(rank)) == collections.Counter(p for b in joint if len(b[0]) >= 3 for p in text(*b))
+    assert [sum((tgt[:, 0] == BOS).sum() for _, tgt in batches) for batches in zip(*ranks)] == [len(src) for src, _ in joint]
+    pairs = lambda batches: collections.Counter(p for src, tgt in batches for p in text(src[tgt[:, 0] == BOS], tgt[tgt[:, 0] == BOS]))
+    assert sum(map(pairs, ranks), collections.Counter()) == pairs(joint) == pairs(one)
+    few = [list(data.Bitext([(["a"], ["b"])] * 2, words).epoch(100, rank=r, world=5)) for r in range(5)]  # more processes than pairs
+    assert [len(batches) for batches in few] == [1] * 5 and [tgt.any() for (_, tgt), in few] == [True] * 2 + [False] * 3
 
 
 # ---- scores ------------------------------------------------------------------------------------------------------------
@@ -825,8 +828,8 @@ def small(name):
             *"--dropout 0.1 --tokens 300 --every 4 --device cpu".split()]
 
 
-@pytest.fixture
-def files(tmp_path):
+def write_text(tmp_path):
+    """60 pairs to train on and a few of them, gzipped, to validate on."""
     pairs = data.toy(60, max_len=9)
     for side, name in enumerate(("en", "fr")):
         text = "".join(" ".join(p[side]) + "\n" for p in pairs)
@@ -835,6 +838,11 @@ def files(tmp_path):
     lines = len(gzip.open(tmp_path / "valid.fr.gz").readlines())
     with gzip.open(tmp_path / "valid.en.gz", "wt", encoding="utf-8") as file: file.writelines(" ".join(p[0]) + "\n" for p in pairs[:lines])
     return tmp_path, pairs
+
+
+@pytest.fixture
+def files(tmp_path):
+    return write_text(tmp_path)
 
 
 def train_flags(folder):
@@ -878,9 +886,9 @@ def test_luong_variants_on_the_command_line(flags, files, capsys):
     go = lambda out, *more: module.main([*train_flags(folder), *small("luong"), *words, "--out", str(folder / out), *more])
     go("whole", "--steps", "4", "--every", "2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "look", lambda *a, look=module.look: (look(*a), pytest.fail("killed"))[0])
+        patch.setattr(module, "note", lambda *a: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception): go("parts", "--steps", "4", "--every", "2")
-    go("parts", "--resume")
+    go("parts", "--resume", "--every", "2")
     a, b = (torch.load(folder / out / "last.pt", weights_only=True) for out in ("whole", "parts"))
     assert a["now"]["step"] == b["now"]["step"] == 4 and all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"])
     assert {k: a["config"][k] for k in flags} == flags
@@ -904,7 +912,7 @@ def test_transformer_joint_and_layers(files, capsys):
         said.add(capsys.readouterr().out)
     assert len(said) == 2  # 0 is the last one, 4
     with pytest.raises(SystemExit): module.main(["--align", str(folder / "train.en"), str(folder / "train.fr"), "--d-model", "32", *run])
-    assert "other sizes" in capsys.readouterr().err
+    assert "--d-model: 16 in this run" in capsys.readouterr().err
 
 
 @scripts
@@ -917,87 +925,365 @@ def test_the_best_model_is_kept(name, files, monkeypatch, capsys):
     monkeypatch.setattr(module, "evaluate", lambda model, *a, old=module.evaluate: seen.update(model.state_dict()) or old(model, *a))
     module.main([*train_flags(folder), "--out", str(folder / "run"), "--steps", "12", *small(name)])
     best, last = (torch.load(folder / "run" / f, weights_only=True) for f in ("model.pt", "last.pt"))
-    assert last["now"]["step"] == 12 and last["now"]["best"] == 1.0 and set(best) == {"script", "config", "words", "model"}
+    assert last["now"]["step"] == 12 and [line["valid_loss"] for line in last["now"]["log"]] == [3.0, 1.0, 2.0] and set(best) == {"script", "config", "words", "model"}
     assert all(torch.equal(seen[k], best["model"][k]) for k in seen) and any(not torch.equal(last["model"][k], seen[k]) for k in seen)
 
 
-def one_step(name, rank, world, path):
+def one_step(name, rank, world, path, B=5):
     """A step of plain SGD on every world-th row: unlike Adam's, it shows the gradient's scale."""
     module, cfg, model = build(name, clip=1e9)
-    src, tgt = sentences(5, B=5)
+    src, tgt = sentences(5, B=B)
+    rows = slice(rank, None, world) if rank < B else slice(1)  # a process without a row of its own: one without a target
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "learning_rate", lambda cfg, step: 0.1)
-        module.make_train_step(model, cfg, torch.optim.SGD(model.parameters()))(src[rank::world], tgt[rank::world])
+        module.make_train_step(model, cfg, torch.optim.SGD(model.parameters()))(src[rows], tgt[rows] * (rank < B))
     if rank == 0: torch.save(model.state_dict(), path)
 
 
-@scripts
-def test_two_processes_equal_one(name, files, capsys):
-    """torchrun with two processes and half the batch each gives the loss curve of one process, and the same step."""
-    folder, _ = files
-    flags = [*train_flags(folder), "--steps", "8", *small(name), "--dropout", "0"]
-    module = importlib.import_module(name)
-    module.main([*flags, "--tokens", "300", "--out", str(folder / "one")])
-    one_step(name, 0, 1, folder / "alone.pt")
+def torchrun(script, *args):
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script), *map(str, args)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """What two processes make of each script: a run, a run that stopped and went on, and single steps."""
+    folder = write_text(tmp_path_factory.mktemp("two"))[0]
+    with open(folder / "train.en", "a") as en, open(folder / "train.fr", "a") as fr:  # a pair that fills a batch alone
+        for file in (en, fr): file.write("the cat " * 48 + "\n")
+    flags = [*train_flags(folder), "--steps", "16"]
     (folder / "worker.py").write_text(f"""import sys; sys.path.insert(0, {str(HERE)!r})
-import {name}, test_all, torch.distributed as dist
-{name}.main({[*flags, "--tokens", "150", "--out", str(folder / "two")]!r})
-test_all.one_step({name!r}, dist.get_rank(), 2, {str(folder / "weights.pt")!r})""")
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(folder / "worker.py")], capture_output=True, check=True)
-    one, two = ([json.loads(line) for line in open(folder / out / "log.jsonl")] for out in ("one", "two"))
-    assert len(one) == len(two) == 3
-    for a, b in zip(one, two): assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a.get("step") == b.get("step")
-    for a, b in zip(torch.load(folder / "weights.pt").values(), torch.load(folder / "alone.pt").values(), strict=True): close(a, b, 1e-6)
+import importlib, test_all, torch.distributed as dist
+dist.init_process_group()
+dist.init_process_group = dist.destroy_process_group = lambda: None  # several runs in one group
+said = sys.stdout
+def stop(*args): raise ZeroDivisionError
+for name in test_all.SCRIPTS:
+    module = importlib.import_module(name)
+    note = module.note
+    def run(out, *more):
+        sys.stdout = said
+        module.main([*{flags!r}, *test_all.small(name), "--dropout", "0", "--tokens", "80", "--out", {str(folder)!r} + "/" + name + out, *more])
+    run("-two")
+    module.note = stop
+    try: run("-parts")
+    except ZeroDivisionError: module.note = note
+    run("-parts", "--resume")
+    for B in (5, 1): test_all.one_step(name, dist.get_rank(), 2, f"{folder}/{{name}}{{B}}.pt", B)""")
+    done = torchrun(folder / "worker.py")
+    assert done.returncode == 0, done.stderr
+    return folder, flags, done.stdout
 
 
 @scripts
-def test_resume_is_exact(name, files, capsys):
+def test_two_processes_equal_one(name, two_processes, capsys):
+    """torchrun with two processes and half the batch each gives the loss curve of one process, and the same step;
+    a run that stops and goes on there ends with the same weights."""
+    folder, flags, said = two_processes
+    importlib.import_module(name).main([*flags, *small(name), "--dropout", "0", "--tokens", "160", "--out", str(folder / f"{name}-one")])
+    assert said.count("61 pairs") == 3 * len(SCRIPTS) and said.count("BLEU by") == 2 * len(SCRIPTS)  # one process speaks
+    one, two, parts = ([json.loads(line) for line in open(folder / f"{name}-{out}" / "log.jsonl")] for out in ("one", "two", "parts"))
+    assert len(one) == len(two) == len(parts) == 5
+    for a, b in zip(one, two): assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a.get("step") == b.get("step")
+    one, two, parts = (torch.load(folder / f"{name}-{out}" / "last.pt", weights_only=True) for out in ("one", "two", "parts"))
+    assert one["now"]["tokens"] == two["now"]["tokens"] and two["now"]["epoch"] > 0
+    for a, b in zip(two["model"].values(), parts["model"].values(), strict=True): assert torch.equal(a, b)
+    for B in (5, 1):
+        one_step(name, 0, 1, folder / "alone.pt", B)
+        for a, b in zip(torch.load(folder / f"{name}{B}.pt").values(), torch.load(folder / "alone.pt").values(), strict=True): close(a, b, 1e-6)
+
+
+def test_a_crash_of_one_process_ends_the_others(files):
+    folder, _ = files
+    (folder / "worker.py").write_text(f"""import os, sys; sys.path.insert(0, {str(HERE)!r})
+import luong, data
+epoch = data.Bitext.epoch
+def crash(*args):
+    for k, batch in enumerate(epoch(*args)):
+        if k == 5 and os.environ["RANK"] == "1": os._exit(7)
+        yield batch
+data.Bitext.epoch = crash
+luong.main({[*train_flags(folder), "--steps", "100000", *small("luong"), "--tokens", "80", "--out", str(folder / "run")]!r})""")
+    assert torchrun(folder / "worker.py").returncode != 0
+    assert torch.load(folder / "run" / "last.pt", weights_only=True)["now"]["step"] == 4
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    """The scripts' main sets handlers; the tests' own come back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items(): signal.signal(number, handler)
+
+
+def forked(work):
+    """work() in a child process: its exit status, negative for a signal."""
+    if not (child := os.fork()):
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
+            try: work()
+            except SystemExit as stop: os._exit(stop.code or 0)
+            except BaseException: os._exit(99)
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def same_run(a, b):
+    """Two folders whose runs ended with bit-identical weights, optimisers, positions and logs."""
+    for file in ("last.pt", "model.pt"):
+        x, y = (torch.load(folder / file, weights_only=True) for folder in (a, b))
+        flat = lambda v: [(k, *rest) for k in v for rest in flat(v[k])] if isinstance(v, dict) else [(v,)]
+        clean = lambda v: {k: w for k, w in v.items() if k not in ("seconds", "log")}
+        for part in x.keys() | y.keys():
+            for p, q in zip(*(flat(clean(v[part]) if part == "now" else v[part] if isinstance(v[part], dict) else {"": v[part]}) for v in (x, y)), strict=True):
+                assert p[:-1] == q[:-1] and (torch.equal(p[-1], q[-1]) if isinstance(p[-1], torch.Tensor) else p[-1] == q[-1]), (file, part, p[:-1])
+    logs = [[{k: v for k, v in json.loads(line).items() if k not in ("seconds", "tokens_per_second", "peak_memory_gib")} for line in open(folder / "log.jsonl")] for folder in (a, b)]
+    assert logs[0] == logs[1] and logs[0][-1]["final"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@scripts
+def test_killed_three_times(name, files, capsys):
+    """SIGKILL at a random step, three times in a row, then to the end: not a bit differs from a run that was left alone."""
+    folder, _ = files
+    module, r = importlib.import_module(name), random.Random(name)
+    go = lambda out, *more: module.main([*train_flags(folder), "--steps", "24", *small(name), "--out", str(folder / out), *more])
+    go("whole")
+    reached = []
+    for kill in range(3):
+        count, nll = itertools.count(1), module.nll
+        at = r.randint(5, 9) if kill else 2  # the first one before anything is saved but the start
+        def deadly(*args):
+            if torch.is_grad_enabled() and next(count) == at: os.kill(os.getpid(), signal.SIGKILL)
+            return nll(*args)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "nll", deadly)
+            assert forked(lambda: go("parts", *["--resume"] * (kill > 0))) == -signal.SIGKILL
+        reached.append(torch.load(folder / "parts" / "last.pt", weights_only=True)["now"]["step"])
+    assert reached[0] == 0 < reached[1] < reached[2] < 24
+    go("parts", "--resume")
+    same_run(folder / "whole", folder / "parts")
+
+
+@scripts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_stop(name, number, files, monkeypatch, capsys):
+    """Ctrl-C and SIGTERM save at once, say how to go on, and going on gives the run that was not stopped."""
     folder, _ = files
     module = importlib.import_module(name)
-    go = lambda out, steps, *more: module.main([*train_flags(folder), "--out", str(folder / out), "--steps", str(steps), *small(name), *more])
-    weights = lambda out: torch.load(folder / out / "last.pt", weights_only=True)
-    go("whole", 8)
-    with pytest.MonkeyPatch.context() as patch:  # stops after the fourth step, as a kill would
-        patch.setattr(module, "look", lambda *a, look=module.look: (look(*a), pytest.fail("killed"))[0])
-        with pytest.raises(pytest.fail.Exception): go("parts", 8)
-    assert weights("parts")["now"]["step"] == 4
-    module.main([*train_flags(folder), "--out", str(folder / "parts"), "--resume", "--device", "cpu"])
-    a, b = weights("whole"), weights("parts")
-    assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"]) and a["now"]["epoch"] > 0
+    go = lambda out, *more: module.main([*train_flags(folder), "--steps", "12", *small(name), "--out", str(folder / out), *more])
+    go("whole")
+    capsys.readouterr()
+    count, nll = itertools.count(1), module.nll
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "nll", lambda *a: (torch.is_grad_enabled() and next(count) == 7 and os.kill(os.getpid(), number), nll(*a))[1])
+        with pytest.raises(SystemExit) as stop: go("parts")
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 130 and stderr.count("\n") == 1 and f"stopped at step 7; to go on, the same with --resume --out {folder / 'parts'}" in stderr
+    assert torch.load(folder / "parts" / "last.pt", weights_only=True)["now"]["step"] == 7
+    go("parts", "--resume")
+    same_run(folder / "whole", folder / "parts")
 
+
+@scripts
+@pytest.mark.parametrize("way", ["loss", "gradient"])
+def test_not_finite(name, way, files, monkeypatch, capsys):
+    """A loss, or weights, that are not finite end the run: step, rate and batch are named, what was saved is untouched."""
+    folder, _ = files
+    module, count = importlib.import_module(name), itertools.count(1)
+    nll, saved = module.nll, {}
+
+    def broken(logits, y, *rest):
+        if not torch.is_grad_enabled() or next(count) != 8: return nll(logits, y, *rest)
+        saved.update({file.name: file.read_bytes() for file in (folder / "run").iterdir()})
+        if way == "loss": return nll(logits, y, *rest) * math.inf
+        logits.register_hook(lambda grad: grad * math.nan)  # the eighth step is looked at, with a loss that is still sound
+        return nll(logits, y, *rest)
+    monkeypatch.setattr(module, "nll", broken)
+    with pytest.raises(SystemExit) as stop: module.main([*train_flags(folder), "--steps", "12", *small(name), "--out", str(folder / "run")])
+    stderr, sizes = capsys.readouterr().err, {k: 2 * v for k, v in SCRIPTS[name][1].items()}
+    rate = module.learning_rate(module.Config(steps=12, **sizes), 8)
+    assert stop.value.code == 2 and stderr.count("\n") == 1 and re.search(rf"step 8, epoch \d, batch \d+, learning rate {rate:.2g}: the loss is (inf|nan)", stderr)
+    assert {file.name: file.read_bytes() for file in (folder / "run").iterdir()} == saved and torch.load(folder / "run" / "last.pt", weights_only=True)["now"]["step"] == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("place", ["first", "later", "report"])
+def test_full_disk(place, files, monkeypatch, capsys):
+    """One line, and what was saved before is whole."""
+    import resource
+    folder, _ = files
+    module, out = importlib.import_module("bahdanau"), folder / "run"
+    go = lambda: module.main([*train_flags(folder), "--steps", "12", *small("bahdanau"), "--out", str(out), *["--resume"] * (place != "first")])
+    if place != "first":  # half a run, saved
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "note", lambda *a: sys.exit(0))
+            with pytest.raises(SystemExit): go.__wrapped__() if hasattr(go, "__wrapped__") else module.main([*train_flags(folder), "--steps", "12", *small("bahdanau"), "--out", str(out)])
+    before = {file.name: file.read_bytes() for file in out.iterdir()} if out.exists() else {}
+    assert ("last.pt" in before) == (place != "first")
+    save, limit = module.save, 10000
+
+    def full():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if place != "report": resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        module.save = lambda path, content: (str(path).endswith(".npz") and resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)), save(path, content))[1]
+        go()
+    assert forked(full) == 2
+    left = {file.name: file.read_bytes() for file in out.iterdir()}
+    if place == "report": assert json.loads(left["log.jsonl"].splitlines()[-1])["step"] == 12 and set(left) == {"model.pt", "last.pt", "log.jsonl"}
+    else: assert left == before
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.mkdir, (str(Path.cwd() / "owned"),)
+
+
+@scripts
+def test_bad_checkpoints(name, files, monkeypatch, capsys):
+    folder, _ = files
+    monkeypatch.chdir(folder)
+    module, other = (importlib.import_module(n) for n in (name, "luong" if name != "luong" else "bahdanau"))
+    for m in (module, other): m.main([*train_flags(folder), "--steps", "4", *small(m.__name__), "--out", m.__name__])
+    sound, use = (folder / name / "model.pt").read_bytes(), lambda out: ["--align", "train.en", "train.fr", "--out", out, "--device", "cpu"]
+    pickled = io.BytesIO()
+    torch.save({"script": name, "config": {}, "words": [[], []], "model": Malicious()}, pickled)
+    with zipfile.ZipFile(folder / name / "model.pt") as parts: weights = max(parts.infolist(), key=lambda info: info.file_size)
+    middle = weights.header_offset + 30 + sum(struct.unpack("<HH", sound[weights.header_offset + 26:][:4])) + weights.file_size // 2
+    bad = {"empty": b"", "truncated": sound[:middle], "flipped": sound[:middle] + bytes([sound[middle] ^ 1]) + sound[middle + 1:],
+           "malicious": pickled.getvalue(), "pickle": pickle.dumps(Malicious()), "text": b"hello\n", "other": (folder / other.__name__ / "model.pt").read_bytes()}
+    capsys.readouterr()
+    for kind, content in bad.items():
+        (folder / kind).mkdir()
+        for file in ("model.pt", "last.pt"): (folder / kind / file).write_bytes(content)
+        for args in (use(kind), [*train_flags(folder), "--resume", "--out", kind]):
+            with pytest.raises(SystemExit) as stop: module.main(args)
+            stdout, stderr = capsys.readouterr()
+            want = f"made by {other.__name__}.py" if kind == "other" else "not a sound checkpoint"
+            assert stop.value.code == 2 and stdout == "" and stderr.count("\n") == 1 and want in stderr, (kind, stderr)
+        assert all((folder / kind / file).read_bytes() == content for file in ("model.pt", "last.pt")) and not (folder / "owned").exists()
+
+
+@scripts
+def test_resume_changes_only_what_may_change(name, files, monkeypatch, capsys):
+    folder, _ = files
+    module, out = importlib.import_module(name), str(folder / "run")
+    go = lambda *more: module.main([*train_flags(folder), "--out", out, *more])
+    go("--steps", "4", *small(name))
+    before = (folder / "run" / "last.pt").read_bytes()
+    capsys.readouterr()
+    size = {"transformer": ["--heads", "2"]}.get(name, ["--hidden", "12"])
+    for flags in (size, ["--seed", "2"], ["--dropout", "0.3"], ["--tokens", "200"], ["--paper"], ["--joint"]):
+        with pytest.raises(SystemExit) as stop: go("--resume", *flags)
+        stderr = capsys.readouterr().err
+        assert stop.value.code == 2 and stderr.count("\n") == 1 and "in this run; leave it out" in stderr, (flags, stderr)
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "toy", lambda n, toy=data.toy, **how: toy(50, **how))
+        with pytest.raises(SystemExit) as stop: module.main(["--out", out, "--resume"])  # the built-in corpus
+    assert stop.value.code == 2 and "other text" in capsys.readouterr().err and (folder / "run" / "last.pt").read_bytes() == before
+    text = (folder / "train.fr").read_text()
+    (folder / "train.fr").write_text(text.replace("le", "la", 1))  # as many pairs, another word
+    with pytest.raises(SystemExit) as stop: go("--resume", "--steps", "6")
+    assert stop.value.code == 2 and "other text" in capsys.readouterr().err
+    (folder / "train.fr").write_text(text)
+    go("--resume", *small(name), "--src-vocab", "30000", "--steps", "6", "--every", "1", "--lr", "0.001", "--warmup", "3", "--clip", "2")  # the same command, and more
+    steps = [json.loads(line).get("step") for line in open(folder / "run" / "log.jsonl")]
+    assert steps == [4, 5, 6, None]
+
+
+# ---- bad input --------------------------------------------------------------------------------------------------------------
 
 @scripts
 def test_bad_input_gets_one_line(name, files, capsys):
     folder, _ = files
     module = importlib.import_module(name)
-    (folder / "short.fr").write_text("un\n")
-    (folder / "latin.fr").write_bytes(b"un\n\xe9\n")
-    (folder / "empty").write_text("")
+    good = (folder / "train.fr").read_bytes()
+    bad = {"short.fr": b"un\n", "latin.fr": b"un\n\xe9\n", "empty": b"", "nul.fr": good[:50] + b"\0" + good[50:], "crlf.fr": good.replace(b"\n", b"\r\n"),
+           "bom.fr": b"\xef\xbb\xbf" + good, "utf16.fr": good.decode().encode("utf-16"), "cut.fr.gz": gzip.compress(good)[:-20], "no.fr.gz": good, "long": b"a " * 500 + b"\n"}
+    for file, content in bad.items(): (folder / file).write_bytes(content)
     (folder / "junk").mkdir()
-    (folder / "junk" / "model.pt").write_bytes(b"not a checkpoint")
+    for file in ("model.pt", "last.pt"): (folder / "junk" / file).write_bytes(b"not a checkpoint")
     train, valid = [str(folder / "train.en"), str(folder / "train.fr")], train_flags(folder)[3:]
+    other = lambda file: ["--train", train[0], str(folder / file), *valid]
     cases = {
-        "no such file": ["--train", train[0], str(folder / "nowhere.fr"), *valid],
-        "ends after line 1": ["--train", train[0], str(folder / "short.fr"), *valid],
-        "latin.fr, line 2": ["--train", train[0], str(folder / "latin.fr"), *valid],
-        "is a directory": ["--train", train[0], str(folder), *valid],
+        "no such file": other("nowhere.fr"), "short.fr ends after line 1": other("short.fr"), "latin.fr, line 2": other("latin.fr"), "is a directory": other("."),
+        f"nul.fr, line {good[:50].count(10) + 1}: has a NUL byte": other("nul.fr"), "crlf.fr, line 1: has CR LF;": other("crlf.fr"),
+        "bom.fr, line 1: has a byte-order mark": other("bom.fr"), "utf16.fr, line 1": other("utf16.fr"), "cut.fr.gz": other("cut.fr.gz"), "no.fr.gz": other("no.fr.gz"),
         "no pair": ["--train", str(folder / "empty"), str(folder / "empty"), *valid],
+        "no pair of 1 to 100 words": ["--train", str(folder / "long"), str(folder / "long"), *valid],
         "is empty": ["--train", *train, "--valid", str(folder / "empty"), str(folder / "empty")],
-        "--valid": ["--train", *train],
-        "not on this machine": ["--device", "cuda:99"],
-        "--optimizer": ["--optimizer", "magic"],
+        "--valid": ["--train", *train], "go together": valid, "not allowed with": ["--train", *train, *valid, "--translate"],
+        "invalid choice: 'cuda:99'": ["--device", "cuda:99"], "invalid choice: 'meta'": ["--device", "meta"],
+        "--optimizer" if name != "transformer" else "--per": ["--optimizer" if name != "transformer" else "--per", "magic"],
         "unrecognized": ["--nonsense"],
         "train first": ["--translate", "--out", str(folder / "nowhere")],
+        "--resume" if False else "nowhere/last.pt: no such file": ["--resume", "--out", str(folder / "nowhere")],
         "not a sound checkpoint": ["--translate", "--out", str(folder / "junk")],
-        "holds a run already": ["--out", str(folder / "junk")]}
+        "--max-len 2: must be 3 to 1000": ["--max-len", "2"], "--max-len 100000: must be 3 to 1000": ["--max-len", "100000"],
+        "holds a run already": ["--out", str(folder / "junk")],
+        "latin.fr, line 2: not": ["--align", str(folder / "latin.fr"), train[1], "--out", "RUN"]}
     cases |= {"luong": {"--D 0": ["--D", "0"], "--attention global": "--score location --attention local-p".split(), "--score": ["--score", "cosine"]},
               "transformer": {"--heads 5": ["--heads", "5"], "layers 1 to 2": ["--align-layer", "3"], "--align-layer -1": ["--align-layer", "-1"]}}.get(name, {})
+    module.main([*train_flags(folder), "--steps", "1", *small(name), "--out", str(folder / "RUN")])
+    capsys.readouterr()
     for message, args in cases.items():
-        before = sorted(folder.rglob("*"))
-        with pytest.raises(SystemExit) as stop: module.main(["--out", str(folder / "new"), *args])
+        before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+        with pytest.raises(SystemExit) as stop: module.main(["--out", str(folder / "new"), *(str(folder / a) if a == "RUN" else a for a in args)])
         stdout, stderr = capsys.readouterr()
         assert stop.value.code == 2 and message.lower() in stderr.lower() and stderr.count("\n") == 1 and stdout == "", (message, stderr)
-        assert sorted(folder.rglob("*")) == before, message
+        assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before, message
+
+
+@scripts
+def test_nonsense_values_of_every_flag(name, tmp_path, capsys):
+    module, tried = importlib.import_module(name), 0
+    zero = {"seed", "max_len", "align_layer", "dropout", "smoothing"}
+    for field in module.dataclasses.fields(module.Config):
+        values = {int: ["-1", "x", "1.5", "nan", str(10 ** 30)] + ["0"] * (field.name not in zero), float: ["-0.1", "x", "nan"] + ["0"] * (field.name not in zero), bool: []}.get(field.type, ["x"])
+        if field.name in ("dropout", "smoothing"): values += ["1", "1.5", "inf"]
+        if "vocab" in field.name: values += ["2", "4"]
+        for value in values:
+            tried += 1
+            with pytest.raises(SystemExit) as stop: module.main(["--out", str(tmp_path / "run"), f"--{field.name.replace('_', '-')}={value}"])
+            stdout, stderr = capsys.readouterr()
+            assert stop.value.code == 2 and stderr.count("\n") == 1 and stdout == "" and f"--{field.name.replace('_', '-')}" in stderr, (field.name, value, stderr)
+    assert tried > 60 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", ["--hidden 2000000000", f"--tokens {2 ** 31}"])
+def test_sizes_beyond_memory(flags, files, capsys):
+    folder, before = files[0], sorted(files[0].rglob("*"))
+    try: importlib.import_module("bahdanau").main([*train_flags(folder), *small("bahdanau"), "--steps", "1", *flags.split(), "--out", str(folder / "run")])
+    except SystemExit as stop:
+        stderr = capsys.readouterr().err
+        assert stop.code == 2 and stderr.count("\n") == 1 and "not enough memory" in stderr and sorted(folder.rglob("*")) == before
+    else: assert "tokens" in flags  # which is a bound, and not a size
+
+
+def test_words_that_become_unknown(files, capsys):
+    """Warns when the vocabulary keeps too little, with the rate, and trains all the same; says nothing when it is large enough."""
+    folder, pairs = files
+    module = importlib.import_module("bahdanau")
+    for size in ("6", "1000"):
+        module.main([*train_flags(folder), *small("bahdanau"), "--steps", "1", "--src-vocab", size, "--out", str(folder / size)])
+        words = collections.Counter(w for p in pairs for w in p[0])
+        lost = 1 - sum(n for _, n in words.most_common(int(size) - 4)) / words.total()
+        stderr = capsys.readouterr().err
+        assert (f"{lost:.0%} of the words" in stderr and stderr.count("\n") == 1) if size == "6" else stderr == ""
+
+
+def test_long_lines(files, capsys):
+    """Too long to train on: left out, and counted. Too long to translate: an empty line, and its number."""
+    folder, pairs = files
+    module, run = importlib.import_module("bahdanau"), ["--out", str(folder / "run"), "--device", "cpu"]
+    with open(folder / "train.en", "a") as en, open(folder / "train.fr", "a") as fr: en.write("a b\n" + "a " * 101 + "\n\n"), fr.write("a " * 101 + "\na b\na\n")
+    module.main([*train_flags(folder), *small("bahdanau"), "--steps", "1", *run])
+    assert "60 pairs, 3 left out" in capsys.readouterr().out
+    for name, text in (("a", "he\n" + "he " * 1001 + "\n" + "he " * 1000 + "\n"), ("b", "il\n" + "il il\n" * 2)): (folder / name).write_text(text)
+    module.main(["--align", str(folder / "a"), str(folder / "b"), *run])
+    stdout, stderr = capsys.readouterr()
+    assert [bool(line) for line in stdout.split("\n")[:-1]] in ([True, False, True], [False, False, True], [True, False, False]) and "line 2: more than 1,000 words" in stderr and stderr.count("\n") == 1
 
 
 @scripts
@@ -1009,7 +1295,7 @@ def test_no_run_is_overwritten(name, tmp_path, monkeypatch):
     assert where() == where("--translate") == f"runs/{name}"
     for n, want in enumerate((name, f"{name}-2")):
         (tmp_path / "runs" / want).mkdir(parents=True)
-        (tmp_path / "runs" / want / "model.pt").touch()
+        for file in ("last.pt", "model.pt"): (tmp_path / "runs" / want / file).touch()
         assert where("--resume") == where("--align", "a", "b") == f"runs/{want}" and where() == f"runs/{name}-{n + 2}"
     assert where("--out", "there") == "there"
 

@@ -240,7 +240,7 @@ def read(path):
         with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 bom, words = line.startswith(b"\xef\xbb\xbf"), b" ".join(line.removeprefix(b"\xef\xbb\xbf").split())
-                fault = "a NUL byte" if b"\0" in line else "CR LF" if line[-2:] == b"\r\n" else "a byte-order mark" if bom else ""
+                fault = "a NUL byte" if b"\0" in line else "CR LF" if b"\r\n" in line else "a byte-order mark" if bom else ""
                 if fault and path: raise InputError(f"{path}, line {number}: has {fault}; give plain UTF-8 text with LF alone")
                 yield words.decode(errors="strict" if path else "replace").split(" ") if words else []
     except UnicodeDecodeError: raise InputError(f"{path}, line {number}: not UTF-8; convert the file first") from None

@@ -126,8 +126,7 @@ class Seq2Seq(nn.Module):
         return alpha / alpha.sum(-1, keepdim=True)
 
 def make_optimizer(model, cfg):
-    if cfg.optimizer == "sgd": return torch.optim.SGD(model.parameters(), lr=cfg.lr)
-    return torch.optim.Adam(model.parameters(), lr=cfg.lr)
+    return (torch.optim.SGD if cfg.optimizer == "sgd" else torch.optim.Adam)(model.parameters(), lr=cfg.lr)
 
 def learning_rate(cfg, step):
     if cfg.optimizer == "adam": return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
@@ -190,8 +189,7 @@ def align(model, src, tgt):  # alpha (B,T,S) of a given target, in one forced pa
     model.eval()
     return model(src, tgt[:, :-1], need_alpha=True)[1]
 
-def each(use, model, pairs, vocabularies):
-    """use(src, tgt) of all pairs, like lengths in a batch: a list of its results, one a pair, in the pairs' order."""
+def each(use, model, pairs, vocabularies):  # use(src, tgt) of all pairs, like lengths in a batch: a result a pair, in order
     bitext, device, out = data.Bitext(pairs, vocabularies), next(model.parameters()).device, [None for _ in pairs]
     for rows in bitext.cut(tokens=4096):
         results = use(*(torch.from_numpy(x).to(device) for x in bitext.batch(rows)))
@@ -227,7 +225,6 @@ def evaluate(model, pairs, vocabularies):  # greedy translations against the ref
 
 def links(alpha):  # {(source index, target index), ...}: each target word's maximum; EOS, last of both, has no link
     return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
-
 def pharaoh(alpha): return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
 
 def heatmap(source, target, alpha):  # in the terminal: a column a source word, a row a target word
@@ -266,13 +263,14 @@ def save(path, content):
     except OSError as error: raise data.InputError(f"{path}: not written, {error.strerror}; what was there is whole") from None
     finally: part.unlink(missing_ok=True)
 
-def load(path, device, flags={}):
+def load(path, device, flags={}, keys=("model",)):
     """(checkpoint, vocabularies) of a run of this script. A few flags may be new; the others make the run what it is."""
     if not path.exists(): raise data.InputError(f"{path}: no such file; train first, or name the run's folder with --out")
     try:
         with zipfile.ZipFile(path) as parts: fault = parts.testzip()  # torch.load would not notice a changed byte
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         script, config, words = (checkpoint[key] for key in ("script", "config", "words"))
+        if script == Path(__file__).stem: Config(**config), [checkpoint[key] for key in keys]
     except Exception as error: fault = type(error).__name__
     if fault: raise data.InputError(f"{path}: not a sound checkpoint ({fault}); copy it again, or train again")
     if script != Path(__file__).stem: raise data.InputError(f"{path}: made by {script}.py; use that")
@@ -285,9 +283,9 @@ def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
     """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on exactly."""
     (rank, world), device, optimizer, noted = ranks(), next(model.parameters()).device, make_optimizer(model, cfg), []
     now, words = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "log": []}, [v.words for v in vocabularies]
-    text = [zlib.crc32(tokens) for tokens in corpus.tokens]  # to know it again
+    text = [world, zlib.crc32(repr([pair[:2] for pair in valid]).encode()), *map(zlib.crc32, corpus.tokens)]  # to know it again
     if resume:
-        if resume["text"] != text: raise data.InputError(f"{out}: was trained on other text; give its --train again")
+        if resume["text"] != text: raise data.InputError(f"{out}: has another text or number of processes; give the same")
         for part in (model, optimizer): part.load_state_dict(resume["model" if part is model else "optimizer"])
         now = resume["now"]
 
@@ -298,40 +296,40 @@ def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
         save(out / name, memory.getbuffer())
 
     if not resume: keep("last.pt")
-    for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda number, _: noted.append(number))
-    train_step, clock = make_train_step(model, cfg, optimizer), time.perf_counter()
-    bar = tqdm(total=cfg.steps, initial=now["step"], unit="step", disable=True if rank else None)
-    while now["step"] < cfg.steps:
-        for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world):
-            torch.manual_seed(hash((cfg.seed, rank, now["step"])))  # so that no random state need be saved
-            loss = score = train_step(*(torch.from_numpy(x).to(device) for x in (src, tgt))).item()
-            count = torch.tensor([(src[tgt[:, 0] != PAD] != PAD).sum() + (tgt[:, 1:] != PAD).sum(), len(noted)])
-            if world > 1: dist.all_reduce(count)
-            now.update(step=now["step"] + 1, batch=now["batch"] + 1, tokens=now["tokens"] + int(count[0]))
-            rate, look = learning_rate(cfg, now["step"]), now["step"] % cfg.every == 0 or now["step"] == cfg.steps
-            if look: score = loss_of(model, valid, vocabularies)
-            if not math.isfinite(score):
-                where = f"step {now['step']}, epoch {now['epoch']}, batch {now['batch']}, learning rate {rate:.2g}"
-                raise data.InputError(f"{where}: the loss is {score}; {out}/last.pt is from before: --resume with a lower --lr")
-            now["seconds"], clock = now["seconds"] + time.perf_counter() - clock, time.perf_counter()
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False), bar.update()
-            if look:
-                if all(score < line["valid_loss"] for line in now["log"]): keep("model.pt")
-                now["log"].append(dict(step=now["step"], loss=loss, valid_loss=score, lr=rate, seconds=now["seconds"]))
-            if look or count[1]: keep("last.pt"), note(out, now["log"])
-            if count[1]: raise KeyboardInterrupt(f"stopped at step {now['step']}; to go on, the same with --resume --out {out}")
-            if now["step"] == cfg.steps: break
-        else: now.update(epoch=now["epoch"] + 1, batch=0)
-    for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.default_int_handler)
-    bar.close()
+    before = {n: signal.signal(n, lambda n, _: noted.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    train_step, clock, told = make_train_step(model, cfg, optimizer), time.perf_counter(), False
+    with tqdm(total=cfg.steps, initial=now["step"], unit="step", disable=True if rank else None) as bar:
+        while now["step"] < cfg.steps and not told:
+            for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world):
+                torch.manual_seed(hash((cfg.seed, rank, now["step"])))  # so that no random state need be saved
+                loss = score = train_step(*(torch.from_numpy(x).to(device) for x in (src, tgt))).item()
+                count = torch.tensor([(src[tgt[:, 0] != PAD] != PAD).sum() + (tgt[:, 1:] != PAD).sum(), len(noted)])
+                if world > 1: dist.all_reduce(count)
+                now.update(step=now["step"] + 1, batch=now["batch"] + 1, tokens=now["tokens"] + int(count[0]))
+                rate, told = learning_rate(cfg, now["step"]), bool(count[1])
+                look = now["step"] % cfg.every == 0 or now["step"] == cfg.steps
+                if look or told: score = loss_of(model, valid, vocabularies)
+                if not math.isfinite(score):
+                    at = f"step {now['step']}, epoch {now['epoch']}, batch {now['batch']}, learning rate {rate:.2g}"
+                    raise data.InputError(f"{at}: the loss is {score}; {out}/last.pt is from before: --resume with lower --lr")
+                now["seconds"], clock = now["seconds"] + time.perf_counter() - clock, time.perf_counter()
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False), bar.update()
+                if look and all(score < line["valid_loss"] for line in now["log"]): keep("model.pt")
+                now["log"] += [dict(step=now["step"], loss=loss, valid_loss=score, lr=rate, seconds=now["seconds"])] * look
+                if look or told: keep("last.pt"), note(out, now["log"])
+                if told or now["step"] == cfg.steps: break
+            else: now.update(epoch=now["epoch"] + 1, batch=0)
+    for number, handler in before.items(): signal.signal(number, handler)
+    if noted or told: raise KeyboardInterrupt(f"stopped at step {now['step']}; repeat the command with --resume --out {out}")
     return now
 
 def note(out, log): save(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
 def train(args, device):
-    begin, out, resume = time.perf_counter(), folder(args), None
-    if args.resume: resume, vocabularies = load(out / "last.pt", device, args.config)
-    elif any(out.glob("*.pt")): raise data.InputError(f"{out}: holds a run already; add --resume, or name another --out")
+    begin, out, resume, new = time.perf_counter(), folder(args), None, not folder(args).exists()
+    if args.resume: resume, vocabularies = load(out / "last.pt", device, args.config, ("model", "optimizer", "now", "text"))
+    elif ranks()[0] == 0 and (out.is_file() or any(out.glob("*.pt")) or (out / "log.jsonl").exists()):
+        raise data.InputError(f"{out}: is a file or holds a run already; add --resume, or name another --out")
     if bool(args.train) != bool(args.valid): raise data.InputError("--train SRC TGT and --valid SRC TGT go together; give both")
     cfg = Config(**resume["config"] if resume else args.config)
     if args.train:
@@ -352,7 +350,7 @@ def train(args, device):
     model = Model(cfg).to(device)
     print(f"{len(corpus):,} pairs, {corpus.skipped:,} left out; {cfg.src_vocab:,} and {cfg.tgt_vocab:,} words; "
           f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
-    if ranks()[0] == 0: out.mkdir(parents=True, exist_ok=bool(args.out or resume))
+    if ranks()[0] == 0: out.mkdir(parents=True, exist_ok=not new)  # two runs cannot both make it
     now = fit(model, cfg, corpus, valid, vocabularies, out, resume)
     if ranks()[0] == 0: report(model, cfg, test, example, vocabularies, device, out, now, begin)
 
@@ -369,7 +367,7 @@ def report(model, cfg, test, example, vocabularies, device, out, now, begin):
     print(f"{len(test):,} sentences: loss {final['loss']:.4f}, perplexity {final['ppl']:.3f}, BLEU {final['bleu']:.2f}"
           + (f", AER {final['aer']:.3f}" if final["aer"] is not None else ""))
     print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in final["bleu_by_length"].items()))
-    print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/")
+    print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/", flush=True)
 
 def peak_memory(device):
     if device.type == "cuda": return torch.cuda.max_memory_allocated(device) / 2**30
@@ -415,7 +413,7 @@ def parse(argv):
     five, zero, share = (5, 2**31), (0, 2**31), (0, 0.99)
     bounds = dict(src_vocab=five, tgt_vocab=five, seed=zero, max_len=zero, align_layer=zero, dropout=share, smoothing=share)
     for name, value in ((name, value) for name, value in args.config.items() if type(value) in (int, float)):
-        low, high = bounds.get(name, (1, 2**31) if type(value) is int else (1e-9, math.inf))
+        low, high = bounds.get(name, (1, 2**31) if type(value) is int else (1e-9, math.inf if name == "clip" else 1e9))
         if not low <= value <= high: fail(f"--{name} {value}: must be {low} to {high}".replace("_", "-"))
     if args.paper: args.config = vars(Config.paper(**args.config))
     return args
@@ -423,29 +421,31 @@ def parse(argv):
 def folder(args):  # --out or, without it, the next free folder to train in, or the last one to go on with or to use
     if args.out: return args.out
     names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 10000)]
-    free = next(i for i, path in enumerate(names) if not path.exists())
-    return names[max(free - 1, 0) if args.translate or args.align or args.resume else free]
+    taken = list(itertools.takewhile(Path.exists, names))
+    return (taken or names[:1])[-1] if args.translate or args.align or args.resume else names[len(taken)]
 
 def warn(message):
-    if ranks()[0] == 0: print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
-
+    if os.environ.get("RANK", "0") == "0": print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
 def fail(message, status=2): sys.exit(warn(message) or status)
 
 def main(argv=None):
-    if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(encoding="utf-8")
+    if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     torch.backends.mkldnn.enabled = False  # on ARM it makes all four scripts slower, on x86 some
     try:
-        if process := os.environ.get("LOCAL_RANK"): dist.init_process_group()  # one of several, of torchrun
-        args = parse(argv)
-        if process and args.device == "cuda": torch.cuda.set_device(int(process))
+        args, process, gpus = parse(argv), os.environ.get("LOCAL_RANK"), torch.cuda.device_count()  # process: of torchrun's
+        cuda = process and args.device == "cuda"
+        if cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > gpus: raise data.InputError(f"--nproc_per_node={gpus} at most")
+        if cuda: torch.cuda.set_device(int(process))
+        if process: dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         if ranks()[0]: sys.stdout = open(os.devnull, "w")  # the first one speaks
-        (answer if args.translate or args.align else train)(args, torch.device(args.device))
+        if not (args.translate or args.align): train(args, torch.device(args.device))
+        elif ranks()[0] == 0: answer(args, torch.device(args.device))
         if process: dist.destroy_process_group()
     except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read has seen enough
-    except KeyboardInterrupt as stop: fail(str(stop) or "stopped", 130)
+    except KeyboardInterrupt as stop: fail(str(stop) or "stopped; if training had begun, --resume goes on", 130)
     except (data.InputError, OSError) as error: fail(error)
-    except RuntimeError as error:
-        if not re.search("memory|overflow", str(error)): raise
+    except (RuntimeError, MemoryError) as error:
+        if not re.search("out of memory|allocate|overflow", str(error)): raise
         fail("not enough memory; try fewer --tokens, or a smaller model")
 
 if __name__ == "__main__":

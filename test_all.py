@@ -1,8 +1,9 @@
 """Everything is held against something independent: equations as naive loops, finite differences, sacreBLEU, counting.
 
-    python -m pytest -q test_all.py
+    python -m pytest -q test_all.py                  all that is fast
+    python -m pytest -q -m slow test_all.py          random kills, random input, 100,000 lines: about ten minutes
 """
-import ast, collections, gzip, importlib, io, itertools, json, math, os, pickle, random, re, signal, struct, subprocess, sys, zipfile
+import ast, collections, contextlib, gzip, importlib, io, itertools, json, math, os, pickle, random, re, signal, struct, subprocess, sys, time, warnings, zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import data
 from data import BOS, EOS, PAD, UNK
 
+warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # there is one mark, "slow"
 torch.set_num_threads(1)  # the models here are tiny
 torch.backends.mkldnn.enabled = False  # as the scripts do
 HERE = Path(__file__).parent
@@ -954,7 +956,7 @@ def two_processes(tmp_path_factory):
     (folder / "worker.py").write_text(f"""import sys; sys.path.insert(0, {str(HERE)!r})
 import importlib, test_all, torch.distributed as dist
 dist.init_process_group()
-dist.init_process_group = dist.destroy_process_group = lambda: None  # several runs in one group
+dist.init_process_group = dist.destroy_process_group = lambda *a: None  # several runs in one group
 said = sys.stdout
 def stop(*args): raise ZeroDivisionError
 for name in test_all.SCRIPTS:
@@ -1010,6 +1012,11 @@ luong.main({[*train_flags(folder), "--steps", "100000", *small("luong"), "--toke
 # ---- faults ---------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(autouse=True)
+def slow_when_asked(request):
+    if request.node.get_closest_marker("slow") and "slow" not in request.config.option.markexpr: pytest.skip("python -m pytest -m slow test_all.py")
+
+
+@pytest.fixture(autouse=True)
 def own_signals():
     """The scripts' main sets handlers; the tests' own come back."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -1062,6 +1069,9 @@ def test_killed_three_times(name, files, capsys):
             assert forked(lambda: go("parts", *["--resume"] * (kill > 0))) == -signal.SIGKILL
         reached.append(torch.load(folder / "parts" / "last.pt", weights_only=True)["now"]["step"])
     assert reached[0] == 0 < reached[1] < reached[2] < 24
+    with pytest.MonkeyPatch.context() as patch:  # and once more, after the best model was written and before all that goes with it
+        patch.setattr(os, "replace", lambda a, b, replace=os.replace: os.kill(os.getpid(), signal.SIGKILL) if str(b).endswith("last.pt") else replace(a, b))
+        assert forked(lambda: go("parts", "--resume")) == -signal.SIGKILL
     go("parts", "--resume")
     same_run(folder / "whole", folder / "parts")
 
@@ -1080,31 +1090,60 @@ def test_told_to_stop(name, number, files, monkeypatch, capsys):
         patch.setattr(module, "nll", lambda *a: (torch.is_grad_enabled() and next(count) == 7 and os.kill(os.getpid(), number), nll(*a))[1])
         with pytest.raises(SystemExit) as stop: go("parts")
     stderr = capsys.readouterr().err
-    assert stop.value.code == 130 and stderr.count("\n") == 1 and f"stopped at step 7; to go on, the same with --resume --out {folder / 'parts'}" in stderr
+    assert stop.value.code == 130 and stderr.count("\n") == 1 and f"stopped at step 7; repeat the command with --resume --out {folder / 'parts'}" in stderr
     assert torch.load(folder / "parts" / "last.pt", weights_only=True)["now"]["step"] == 7
     go("parts", "--resume")
     same_run(folder / "whole", folder / "parts")
 
 
+def test_told_to_stop_in_the_last_look(files, monkeypatch, capsys):
+    folder, _ = files
+    module, before = importlib.import_module("bahdanau"), signal.getsignal(signal.SIGTERM)
+    go = lambda *more: module.main([*train_flags(folder), "--steps", "4", *small("bahdanau"), "--out", str(folder / "run"), *more])
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "loss_of", lambda *a, loss_of=module.loss_of: (os.kill(os.getpid(), signal.SIGTERM), loss_of(*a))[1])
+        with pytest.raises(SystemExit) as stop: go()
+    assert stop.value.code == 130 and "stopped at step 4; repeat the command" in capsys.readouterr().err and signal.getsignal(signal.SIGTERM) == before
+    go("--resume")
+    assert "BLEU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_told_to_stop(number, files):
+    """The signal reaches torchrun alone: every process ends, one says how to go on, and what is saved goes on."""
+    folder, _ = files
+    script = [str(HERE / "luong.py"), *train_flags(folder), *small("luong"), "--tokens", "80", "--every", "5", "--out", str(folder / "run")]
+    run = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *script, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (folder / "run" / "log.jsonl").exists() and run.poll() is None: time.sleep(0.05)
+    run.send_signal(number)
+    stderr = run.communicate(timeout=60)[1]
+    step, = re.findall(rf"luong.py: stopped at step (\d+); repeat the command with --resume --out {folder / 'run'}\n", stderr)
+    assert torch.load(folder / "run" / "last.pt", weights_only=True)["now"]["step"] == int(step) >= 5
+    if number == signal.SIGTERM:
+        alone = subprocess.run([sys.executable, *script, "--resume"], capture_output=True, text=True)  # one process cannot go on exactly with what two began
+        assert alone.returncode == 2 and "number of processes" in alone.stderr
+
+
 @scripts
-@pytest.mark.parametrize("way", ["loss", "gradient"])
+@pytest.mark.parametrize("way", ["loss", "gradient", "signal"])
 def test_not_finite(name, way, files, monkeypatch, capsys):
     """A loss, or weights, that are not finite end the run: step, rate and batch are named, what was saved is untouched."""
     folder, _ = files
     module, count = importlib.import_module(name), itertools.count(1)
-    nll, saved = module.nll, {}
+    nll, saved, at = module.nll, {}, 7 if way == "signal" else 8
 
     def broken(logits, y, *rest):
-        if not torch.is_grad_enabled() or next(count) != 8: return nll(logits, y, *rest)
+        if not torch.is_grad_enabled() or next(count) != at: return nll(logits, y, *rest)
         saved.update({file.name: file.read_bytes() for file in (folder / "run").iterdir()})
         if way == "loss": return nll(logits, y, *rest) * math.inf
-        logits.register_hook(lambda grad: grad * math.nan)  # the eighth step is looked at, with a loss that is still sound
+        logits.register_hook(lambda grad: grad * math.nan)  # the loss is still sound
+        if at != 8: os.kill(os.getpid(), signal.SIGTERM)  # not a step that is looked at, but the last one before a stop
         return nll(logits, y, *rest)
     monkeypatch.setattr(module, "nll", broken)
     with pytest.raises(SystemExit) as stop: module.main([*train_flags(folder), "--steps", "12", *small(name), "--out", str(folder / "run")])
     stderr, sizes = capsys.readouterr().err, {k: 2 * v for k, v in SCRIPTS[name][1].items()}
-    rate = module.learning_rate(module.Config(steps=12, **sizes), 8)
-    assert stop.value.code == 2 and stderr.count("\n") == 1 and re.search(rf"step 8, epoch \d, batch \d+, learning rate {rate:.2g}: the loss is (inf|nan)", stderr)
+    rate = module.learning_rate(module.Config(steps=12, **sizes), at)
+    assert stop.value.code == 2 and stderr.count("\n") == 1 and re.search(rf"step {at}, epoch \d, batch \d+, learning rate {rate:.2g}: the loss is (inf|nan)", stderr)
     assert {file.name: file.read_bytes() for file in (folder / "run").iterdir()} == saved and torch.load(folder / "run" / "last.pt", weights_only=True)["now"]["step"] == 4
 
 
@@ -1115,21 +1154,25 @@ def test_full_disk(place, files, monkeypatch, capsys):
     import resource
     folder, _ = files
     module, out = importlib.import_module("bahdanau"), folder / "run"
-    go = lambda: module.main([*train_flags(folder), "--steps", "12", *small("bahdanau"), "--out", str(out), *["--resume"] * (place != "first")])
+    go = lambda *more: module.main([*train_flags(folder), "--steps", "12", *small("bahdanau"), "--out", str(out), *more])
     if place != "first":  # half a run, saved
         with monkeypatch.context() as patch:
             patch.setattr(module, "note", lambda *a: sys.exit(0))
-            with pytest.raises(SystemExit): go.__wrapped__() if hasattr(go, "__wrapped__") else module.main([*train_flags(folder), "--steps", "12", *small("bahdanau"), "--out", str(out)])
+            with pytest.raises(SystemExit): go()
     before = {file.name: file.read_bytes() for file in out.iterdir()} if out.exists() else {}
     assert ("last.pt" in before) == (place != "first")
-    save, limit = module.save, 10000
+    save, limit = module.save, lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, n))
 
     def full():
+        os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
+        sys.stderr = open(2, "w")
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        if place != "report": resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        module.save = lambda path, content: (str(path).endswith(".npz") and resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)), save(path, content))[1]
-        go()
+        if place != "report": limit(10000)
+        module.save = lambda path, content: (str(path).endswith(".npz") and limit(200), save(path, content))[1]
+        go(*["--resume"] * (place != "first"))
     assert forked(full) == 2
+    line, = (folder / "stderr").read_text().splitlines()
+    assert re.search({"report": r"align\.npz"}.get(place, r"(model|last)\.pt") + ": not written, File too large; what was there is whole", line)
     left = {file.name: file.read_bytes() for file in out.iterdir()}
     if place == "report": assert json.loads(left["log.jsonl"].splitlines()[-1])["step"] == 12 and set(left) == {"model.pt", "last.pt", "log.jsonl"}
     else: assert left == before
@@ -1151,7 +1194,11 @@ def test_bad_checkpoints(name, files, monkeypatch, capsys):
     torch.save({"script": name, "config": {}, "words": [[], []], "model": Malicious()}, pickled)
     with zipfile.ZipFile(folder / name / "model.pt") as parts: weights = max(parts.infolist(), key=lambda info: info.file_size)
     middle = weights.header_offset + 30 + sum(struct.unpack("<HH", sound[weights.header_offset + 26:][:4])) + weights.file_size // 2
-    bad = {"empty": b"", "truncated": sound[:middle], "flipped": sound[:middle] + bytes([sound[middle] ^ 1]) + sound[middle + 1:],
+    def torn(**changes):
+        file, content = io.BytesIO(), torch.load(folder / name / "model.pt", weights_only=True)
+        torch.save({k: v for k, v in (content | changes).items() if v is not None}, file)
+        return file.getvalue()
+    bad = {"no model": torn(model=None), "other fields": torn(config={"colour": 3}), "empty": b"", "truncated": sound[:middle], "flipped": sound[:middle] + bytes([sound[middle] ^ 1]) + sound[middle + 1:],
            "malicious": pickled.getvalue(), "pickle": pickle.dumps(Malicious()), "text": b"hello\n", "other": (folder / other.__name__ / "model.pt").read_bytes()}
     capsys.readouterr()
     for kind, content in bad.items():
@@ -1218,10 +1265,10 @@ def test_bad_input_gets_one_line(name, files, capsys):
         "--optimizer" if name != "transformer" else "--per": ["--optimizer" if name != "transformer" else "--per", "magic"],
         "unrecognized": ["--nonsense"],
         "train first": ["--translate", "--out", str(folder / "nowhere")],
-        "--resume" if False else "nowhere/last.pt: no such file": ["--resume", "--out", str(folder / "nowhere")],
+        "nowhere/last.pt: no such file": ["--resume", "--out", str(folder / "nowhere")],
         "not a sound checkpoint": ["--translate", "--out", str(folder / "junk")],
         "--max-len 2: must be 3 to 1000": ["--max-len", "2"], "--max-len 100000: must be 3 to 1000": ["--max-len", "100000"],
-        "holds a run already": ["--out", str(folder / "junk")],
+        "holds a run already": ["--out", str(folder / "junk")], "is a file or": ["--out", train[0]],
         "latin.fr, line 2: not": ["--align", str(folder / "latin.fr"), train[1], "--out", "RUN"]}
     cases |= {"luong": {"--D 0": ["--D", "0"], "--attention global": "--score location --attention local-p".split(), "--score": ["--score", "cosine"]},
               "transformer": {"--heads 5": ["--heads", "5"], "layers 1 to 2": ["--align-layer", "3"], "--align-layer -1": ["--align-layer", "-1"]}}.get(name, {})
@@ -1240,8 +1287,9 @@ def test_nonsense_values_of_every_flag(name, tmp_path, capsys):
     module, tried = importlib.import_module(name), 0
     zero = {"seed", "max_len", "align_layer", "dropout", "smoothing"}
     for field in module.dataclasses.fields(module.Config):
-        values = {int: ["-1", "x", "1.5", "nan", str(10 ** 30)] + ["0"] * (field.name not in zero), float: ["-0.1", "x", "nan"] + ["0"] * (field.name not in zero), bool: []}.get(field.type, ["x"])
-        if field.name in ("dropout", "smoothing"): values += ["1", "1.5", "inf"]
+        values = {int: ["-1", "x", "1.5", "nan", str(10 ** 30)], float: ["-0.1", "x", "nan", *["inf"] * (field.name != "clip")], bool: []}.get(field.type, ["x"])
+        if field.type in (int, float) and field.name not in zero: values += ["0"]
+        if field.name in ("dropout", "smoothing"): values += ["1", "1.5"]
         if "vocab" in field.name: values += ["2", "4"]
         for value in values:
             tried += 1
@@ -1251,14 +1299,12 @@ def test_nonsense_values_of_every_flag(name, tmp_path, capsys):
     assert tried > 60 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flags", ["--hidden 2000000000", f"--tokens {2 ** 31}"])
-def test_sizes_beyond_memory(flags, files, capsys):
+def test_sizes_beyond_memory(files, capsys):
     folder, before = files[0], sorted(files[0].rglob("*"))
-    try: importlib.import_module("bahdanau").main([*train_flags(folder), *small("bahdanau"), "--steps", "1", *flags.split(), "--out", str(folder / "run")])
-    except SystemExit as stop:
-        stderr = capsys.readouterr().err
-        assert stop.code == 2 and stderr.count("\n") == 1 and "not enough memory" in stderr and sorted(folder.rglob("*")) == before
-    else: assert "tokens" in flags  # which is a bound, and not a size
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module("bahdanau").main([*train_flags(folder), *small("bahdanau"), "--steps", "1", "--hidden", "2000000000", "--out", str(folder / "run")])
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2 and stderr.count("\n") == 1 and "not enough memory" in stderr and sorted(folder.rglob("*")) == before
 
 
 def test_words_that_become_unknown(files, capsys):
@@ -1286,6 +1332,139 @@ def test_long_lines(files, capsys):
     assert [bool(line) for line in stdout.split("\n")[:-1]] in ([True, False, True], [False, False, True], [True, False, False]) and "line 2: more than 1,000 words" in stderr and stderr.count("\n") == 1
 
 
+# ---- random input, random kills: python -m pytest -m slow test_all.py ----------------------------------------------------
+
+def dirty(r, content):
+    """content as it may arrive: cut, with bytes changed, put in, taken out, doubled; or anything at all."""
+    kind = r.randrange(7)
+    if kind == 0: return content[:r.randrange(len(content) + 1)]
+    if kind == 1: return r.randbytes(r.choice((0, 1, 7, 300)))
+    if kind == 2: return bytes(r.choice(b"ab \n\r\t\0\xef\xbb\xbf\xe9\xff<unk></s>") for _ in range(r.randrange(200)))
+    content = bytearray(content)
+    for _ in range(r.choice((1, 1, 2, 10))):
+        at = r.randrange(len(content) + 1)
+        if kind == 3: content[at:at + 1] = r.randbytes(1)
+        if kind == 4: content[at:at] = r.choice((b"\n", b"\r\n", b"\0", b"\xef\xbb\xbf", b" " * 50, b"a " * r.choice((5, 150, 1200)), r.randbytes(4)))
+        if kind == 5: del content[at:at + r.choice((1, 5, 100))]
+        if kind == 6: content[at:at] = content[at:at + 40]
+    return bytes(content)
+
+
+def call(module, args, stdin=b""):
+    """(exit status, stdout lines, stderr lines) of main, or a failure where a user would see a traceback or wait for ever."""
+    out, err = io.StringIO(), io.StringIO()
+    with open("stdin", "wb+") as file, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        file.write(stdin), file.seek(0)
+        keep, status = os.dup(0), 0
+        os.dup2(file.fileno(), 0)
+        signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"hangs: {args}"))
+        signal.alarm(60)
+        try: module.main([*args, "--device", "cpu"])
+        except SystemExit as stop: status = stop.code
+        finally: signal.alarm(0), os.dup2(keep, 0), os.close(keep)
+    return status, out.getvalue().split("\n")[:-1], err.getvalue().split("\n")[:-1]
+
+
+def flags_of(r, module):
+    """Some flags with values that may or may not make sense, none of them beyond the machine's memory."""
+    fields = r.sample([f for f in module.dataclasses.fields(module.Config)], r.randint(1, 4))
+    number = {int: ["-1", "0", "1", "2", "3", "7", "16", "x", "", "1e3", "9" * 30], float: ["-1", "0", "0.5", "1", "1e30", "1e-30", "inf", "nan", "-inf", "x"]}
+    big = {"steps", "every", "tokens", "sentences", "seed", "warmup", "min_count", "max_len", "D", "src_vocab", "tgt_vocab"}  # no memory goes with them
+    flags = []
+    for f in fields:
+        name = f.name.replace("_", "-")
+        if f.type is bool: flags.append(r.choice((f"--{name}", f"--no-{name}", f"--{name}=yes")))
+        else: flags.append(f"--{name}={r.choice(number.get(f.type, ['x', '', *getattr(f.type, '__args__', ())]) + [str(10 ** 6)] * (f.type is int and f.name in big - {'steps'}))}")
+    return flags + r.sample(["--paper=1", "--resume", "--nonsense", "--translate", "x", "--out"], r.random() < 0.2)
+
+
+@pytest.mark.slow
+@scripts
+def test_random_input(name, tmp_path, monkeypatch):
+    """Random flags, random bytes and truncations of every file there is, 600 times: a run or one clear line, and nothing damaged."""
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    module, r, seen = importlib.import_module(name), random.Random(name), collections.Counter()
+    fixed = [*train_flags(tmp_path), *small(name), "--steps", "2", "--every", "1"]
+    assert call(module, [*fixed, "--out", "run"])[0] == 0
+    sound = {file: file.read_bytes() for file in (*tmp_path.glob("train.*"), *tmp_path.glob("valid.*"), Path("run/model.pt"), Path("run/last.pt"), Path("run/log.jsonl"))}
+    for case in range(600):
+        kind, stdin, out = case % 6, b"", f"new{case}"
+        if kind == 0: args = [*fixed, "--out", out, *flags_of(r, module)]
+        elif kind in (1, 2):
+            file = r.choice([file for file in sound if file.parent == tmp_path])
+            file.write_bytes(dirty(r, sound[file]))
+            args = [*fixed, "--out", out]
+        elif kind == 3:
+            file = Path("run", r.choice(("model.pt", "last.pt")))
+            file.write_bytes(dirty(r, sound[file]))
+            args = r.choice((["--align", "train.en", "train.fr", "--out", "run"], [*fixed, "--steps", "3", "--resume", "--out", "run"]))
+        elif kind == 4: args, stdin = ["--translate", "--out", "run"], dirty(r, sound[tmp_path / "train.en"])
+        else:
+            for side in ("a", "b"): Path(side).write_bytes(dirty(r, sound[tmp_path / "train.en"]) if side == "a" or r.random() < 0.5 else Path("a").read_bytes())
+            args = ["--align", "a", "b", "--out", "run"]
+        before = {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()}
+        status, said, errors = call(module, args, stdin)
+        after = {file: file.read_bytes() for file in Path().rglob("*") if file.is_file() and file != Path("stdin")}
+        assert status in (0, 2) and not any("Traceback" in line for line in errors), (args, status, errors)
+        if status: assert len([line for line in errors if "become <unk>" not in line and "left empty" not in line]) == 1 and errors[-1].startswith(f"{name}.py: "), (args, errors)
+        if kind in (4, 5) or status:  # all that was there is as it was
+            assert all(after.get(file) == content for file, content in before.items() if file != Path("stdin")), (args, errors)
+            if kind in (1, 2, 5) and status: assert not Path(out).exists(), (args, errors)
+        if kind == 4: assert status == 0 and len(said) == stdin.count(b"\n") + (not stdin.endswith(b"\n") and stdin != b""), (stdin, said)
+        if kind == 5 and not status: assert len(said) == len(list(data.read("a")))
+        assert not list(Path().rglob("*.tmp"))
+        seen[kind, status] += 1
+        for file, content in sound.items(): file.write_bytes(content)
+        for file in set(after) - set(before): file.unlink()
+        for folder in Path().glob("new*"): folder.rmdir() if not list(folder.iterdir()) else None
+    seen.update({(1, status): seen[2, status] for status in (0, 2)})
+    assert min(seen[kind, status] for kind in (0, 1, 3, 5) for status in (0, 2)) >= 5 and seen[4, 0] == 100, seen
+
+
+@pytest.mark.slow
+@scripts
+def test_killed_at_any_moment(name, files):
+    """Real processes, killed a random moment after a random checkpoint, three times in a row: the same run, bit for bit."""
+    folder, _ = files
+    r, last = random.Random(name), folder / "parts" / "last.pt"
+    go = lambda out, *more: subprocess.Popen([sys.executable, str(HERE / f"{name}.py"), *train_flags(folder), *small(name), "--steps", "200", "--every", "2",
+                                              "--out", str(folder / out), *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    stamp = lambda: last.stat().st_mtime_ns if last.exists() else None
+    assert go("whole").wait() == 0
+    for kill in range(3):
+        run, before = go("parts", *["--resume"] * (kill > 0)), stamp()
+        for _ in range(r.randint(1, 25)):  # checkpoints
+            while stamp() == before and run.poll() is None: time.sleep(0.001)
+            before = stamp()
+        time.sleep(r.uniform(0, 0.05))
+        assert run.poll() is None, run.stderr.read()
+        run.kill(), run.wait()
+    run = go("parts", "--resume")
+    assert run.wait() == 0, run.stderr.read()
+    same_run(folder / "whole", folder / "parts")
+
+
+@pytest.mark.slow
+@scripts
+def test_many_lines_in_little_memory(name, files):
+    """100,000 lines, in order, in the memory that 2,000 need and not much more; a reader that leaves is no error."""
+    folder, pairs = files
+    subprocess.run([sys.executable, str(HERE / f"{name}.py"), *train_flags(folder), *small(name), "--steps", "60", "--out", str(folder / "run")], check=True, capture_output=True)
+    code = f"import sys, resource; sys.path.insert(0, {str(HERE)!r}); import {name}; {name}.main(); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    peak, said = {}, {}
+    for n in (2000, 100000):
+        text = "".join(" ".join(pairs[k % len(pairs)][0]) + "\n" if k % 7 else "\n" for k in range(n))
+        done = subprocess.run([sys.executable, "-c", code, "--translate", "--out", str(folder / "run"), "--device", "cpu"], input=text, capture_output=True, text=True, check=True)
+        peak[n], said[n] = int(done.stderr), done.stdout.split("\n")
+        assert len(said[n]) == n + 1 and not any(said[n][::7])
+    assert said[100000][:2000] == said[2000][:2000] and said[100000][420:840] == said[100000][84420:84840] and peak[100000] < 1.3 * peak[2000], peak
+    (folder / "text").write_text(text)
+    command = f"{sys.executable} {HERE / name}.py --translate --out {folder / 'run'} --device cpu < {folder / 'text'} | head -n 3"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"})
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.split("\n")[:3] == said[2000][:3]
+
+
 @scripts
 def test_no_run_is_overwritten(name, tmp_path, monkeypatch):
     """Without --out each training gets a folder of its own, and the last one is used."""
@@ -1298,6 +1477,18 @@ def test_no_run_is_overwritten(name, tmp_path, monkeypatch):
         for file in ("last.pt", "model.pt"): (tmp_path / "runs" / want / file).touch()
         assert where("--resume") == where("--align", "a", "b") == f"runs/{want}" and where() == f"runs/{name}-{n + 2}"
     assert where("--out", "there") == "there"
+
+
+def test_two_runs_with_one_name(files, monkeypatch, capsys):
+    """Whoever comes second, even while the first is still reading its text, is refused."""
+    folder, _ = files
+    module = importlib.import_module("bahdanau")
+    go = lambda seed: module.main([*train_flags(folder), *small("bahdanau"), "--steps", "2", "--seed", seed, "--out", str(folder / "run")])
+    learn = data.learn
+    monkeypatch.setattr(data, "learn", lambda *a: (monkeypatch.setattr(data, "learn", learn), go("2"), learn(*a))[2])
+    with pytest.raises(SystemExit) as stop: go("1")
+    assert stop.value.code == 2 and "File exists" in capsys.readouterr().err
+    assert torch.load(folder / "run" / "last.pt", weights_only=True)["config"]["seed"] == 2
 
 
 @scripts

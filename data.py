@@ -227,7 +227,7 @@ def toy(n, seed=0, max_len=30, split="train"):
     """n pairs (source words, target words, gold) of 3 to max_len source words, more short ones than long ones.
     A sentence's words alone decide its split, so train, valid and test never share one."""
     grammar, splits, pairs = Grammar(f"{seed} {split}"), ["train"] * 8 + ["valid", "test"], []
-    if not 3 <= max_len <= 1000 or split not in splits: raise InputError(f"--max-len {max_len}: must be 3 to 1000")
+    if not 3 <= max_len <= 1000 or split not in splits: raise InputError(f"--max-len {max_len}: must be 3 to 1000 ({split})")
     while len(pairs) < n:
         pair = grammar.sentence(3 + int((max_len - 2) * grammar.random() ** 2))
         if 3 <= len(pair[0]) <= max_len and splits[zlib.crc32(" ".join(pair[0]).encode()) % 10] == split: pairs.append(pair)

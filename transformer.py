@@ -468,7 +468,7 @@ def parse(argv):
 
 def folder(args):  # --out or, without it, the next free folder to train in, or the last one to go on with or to use
     if args.out: return args.out
-    names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 10000)]
+    names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 1000)]
     taken = list(itertools.takewhile(Path.exists, names))
     return (taken or names[:1])[-1] if args.translate or args.align or args.resume else names[len(taken)]
 

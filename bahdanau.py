@@ -477,7 +477,7 @@ def fail(message, status=2): sys.exit(warn(message) or status)
 
 def main(argv=None):
     if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
-    torch.backends.mkldnn.enabled = False  # on ARM it makes all four scripts slower, on x86 some
+    for use in (torch.backends.mkldnn.set_flags, torch.backends.cuda.enable_cudnn_sdp): use(False)  # slower with them: README
     try:
         args, process, gpus = parse(argv), os.environ.get("LOCAL_RANK"), torch.cuda.device_count()  # process: of torchrun's
         cuda = process and args.device == "cuda"

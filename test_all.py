@@ -940,7 +940,7 @@ def one_step(name, rank, world, path, B=5):
 
 
 def torchrun(script, *args):
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script), *map(str, args)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script), *map(str, args)], capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ Deviations from the paper
 - The deep output reads s_i, as in (4). With A.2.2's s_{i-1} the default run translates as well and aligns a little worse
   (AER 0.116 against 0.103, two seeds each).
 - A batch holds sentences of like length from the whole corpus; the paper sorts 1,600 pairs at a time. Less padding.
-  On CUDA the arithmetic is bf16, for speed. Decoding is greedy; the paper's is a beam search.
+  On CUDA the arithmetic is bf16, for speed. Decoding is greedy, to be simple; the paper's is a beam search.
 - Without --paper: small, Adam, label smoothing, and dropout on embeddings and annotations, so that it learns in two
   minutes on a laptop, and has to look where the word is.
 """

@@ -19,7 +19,7 @@ how much each source word still moves each target word's probability through the
 
 Deviations from the paper
 - torch's LSTM, because it is fused; the paper's is that of Graves, which also has peepholes from the cells to the gates.
-- The decoder starts from <s>, not <EOS>, and the source ends with </s>, which is read first when reversed.
+- As in the other scripts the decoder starts from <s>, not <EOS>, and the source ends with </s>, read first when reversed.
 - --steps counts as the paper's 7.5 epochs, whatever the corpus; sentences over 100 words are left out (--max-len).
 - On CUDA the arithmetic is bf16, for speed. Decoding is greedy, to be simple; the paper's is a beam search.
 - Without --paper: small, one layer, Adam, label smoothing, so that it learns something in two minutes on a laptop.
@@ -115,7 +115,7 @@ class Seq2Seq(nn.Module):
         y = F.pad(tgt_in[:, 1:], (0, 1))                                          # what each step should say:
         y = y.masked_fill(y == PAD, EOS).unsqueeze(-1)                            # the last one EOS   (B,T,1)
         with torch.inference_mode(False), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
-            src, tgt_in, y = src.clone(), tgt_in.clone(), y.clone()               # cuDNN's LSTM: no gradient in eval mode
+            src, tgt_in, y = src.clone(), tgt_in.clone(), y.clone()   # cuDNN has no gradient in eval mode, inference tensors never
             factor = torch.ones_like(src, dtype=self.W.weight.dtype).unsqueeze(-1).requires_grad_()   # (B,S,1)
             h, _ = self.lstm(self.drop(self.E(tgt_in)), self.encoder(src, factor))
             log_p = self.W(self.drop(h)).log_softmax(-1).gather(-1, y)            # (B,T,1)

@@ -594,6 +594,18 @@ def test_overfits_32_pairs(name):
 
 
 @scripts
+def test_alpha_without_gradients(name):
+    """The alignment is the same inside no_grad and inference_mode, where saliency has to ask for gradients itself."""
+    _, _, model = build(name)
+    alphas = []
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            src, tgt = sentences(4)  # made inside: an inference tensor
+            alphas.append(model(src, tgt[:, :-1], need_alpha=True)[1].detach().clone())
+    for alpha in alphas: close(alpha, alphas[0])
+
+
+@scripts
 def test_evaluate(name):
     """Loss, perplexity, BLEU and AER of a random model equal what loops over single sentences and sacreBLEU give."""
     module, cfg, model = build(name, 3, dropout=0.5, src_vocab=40, tgt_vocab=30)

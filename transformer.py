@@ -22,7 +22,7 @@ layers, of four and of six (one short run each) the one with the lowest AER on t
 Deviations from the paper
 - Words are what stands between spaces, so that nothing else is needed; the paper's are 37,000 pieces of words (byte pairs).
 - The paper does not tell its initialisation. Here: embeddings N(0, 1/d_model), other matrices Glorot's uniform, biases zero.
-- On CUDA the arithmetic is bf16, for speed. Decoding is greedy; the paper's is a beam search over averaged checkpoints.
+- bf16 on CUDA, for speed. Decoding is greedy, to be simple; the paper's is a beam search over averaged checkpoints.
 - Without --paper: small, no dropout, two vocabularies, a learning rate that also falls to 0: it learns in two minutes.
 """
 import argparse, dataclasses, html, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, zipfile, zlib

@@ -22,7 +22,7 @@ Deviations from the paper
 - Where the paper is silent: the source is reversed, but s counts from 1 in reading order, the end mark last, else p_t = t
   would start at the wrong end; p_t = t stops at the last word; the location score goes with global attention alone.
 - By (10) a_t sums to less than 1. The model uses it so; the alpha it returns is scaled to sum to 1, as all do.
-- --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for speed; greedy, to be simple.
+- --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for speed; greedy, to be simple, not a beam.
 - Without --paper: small, Adam, label smoothing, no input feeding, so that it learns in two minutes on a laptop.
 """
 import argparse, dataclasses, html, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, zipfile, zlib

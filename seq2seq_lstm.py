@@ -115,7 +115,7 @@ class Seq2Seq(nn.Module):
         y = F.pad(tgt_in[:, 1:], (0, 1))                                          # what each step should say:
         y = y.masked_fill(y == PAD, EOS).unsqueeze(-1)                            # the last one EOS   (B,T,1)
         with torch.inference_mode(False), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
-            src, tgt_in, y = src.clone(), tgt_in.clone(), y.clone()   # cuDNN has no gradient in eval mode, inference tensors never
+            src, tgt_in, y = src.clone(), tgt_in.clone(), y.clone()   # cuDNN has no gradient in eval mode, nor inference tensors
             factor = torch.ones_like(src, dtype=self.W.weight.dtype).unsqueeze(-1).requires_grad_()   # (B,S,1)
             h, _ = self.lstm(self.drop(self.E(tgt_in)), self.encoder(src, factor))
             log_p = self.W(self.drop(h)).log_softmax(-1).gather(-1, y)            # (B,T,1)

@@ -12,7 +12,7 @@ Bahdanau, Cho, Bengio 2015, Neural Machine Translation by Jointly Learning to Al
     s_i = f(s_{i-1}, y_{i-1}, c_i)               the decoder's state, after attention                A.1.1
     p(y_i | y_<i, x) = g(y_{i-1}, s_i, c_i)      maxout, then softmax                                (4), A.2.2
 
-    python bahdanau.py                           built-in corpus: BLEU 94, AER 0.092 after 99 s on two CPU cores
+    python bahdanau.py                           built-in corpus: BLEU 95, AER 0.096 after 103 s on two CPU cores
     python bahdanau.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 
 Deviations from the paper
@@ -21,12 +21,12 @@ Deviations from the paper
 - The deep output reads s_i, as in (4). With A.2.2's s_{i-1} the default run translates as well and aligns a little worse
   (AER 0.116 against 0.103, two seeds each).
 - A batch holds sentences of like length from the whole corpus; the paper sorts 1,600 pairs at a time. Less padding.
-  On CUDA the arithmetic is bf16, for speed. Decoding is greedy, to be simple; the paper's is a beam search.
-- Without --paper: small, Adam, label smoothing, and dropout on embeddings and annotations, so that it learns in two
-  minutes on a laptop, and has to look where the word is.
+- On CUDA the arithmetic is bf16, for speed. Decoding is greedy, to be simple; the paper's is a beam search.
+- Without --paper: small, Adam, label smoothing, dropout on embeddings and annotations, to learn in two minutes.
 """
-import argparse, dataclasses, html, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, zipfile, zlib
+import argparse, copy, dataclasses, html, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, weakref, zlib
 from pathlib import Path
+from zipfile import ZipFile
 import numpy as np, torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from tqdm import tqdm
 import data
@@ -57,7 +57,6 @@ class Config:
     min_count: int = 1      # rarer words become <unk>
     joint: bool = False     # one vocabulary for both languages, of --src-vocab words
     seed: int = 1           # of all that is random
-
     @classmethod
     def paper(cls, **overrides):
         """Section 4.2 and appendix B. The paper trained for about five days; the number of steps is ours."""
@@ -75,11 +74,10 @@ class AdditiveAttention(nn.Module):
         self.W_a = nn.Linear(query, units, bias=False)
         self.U_a = nn.Linear(key, units, bias=False)
         self.v_a = nn.Parameter(torch.zeros(units))
-
     def forward(self, s, keys, h, mask):                                          # s (B,H)  keys = U_a h (B,S,A)  h (B,S,2H)
         e = torch.tanh(self.W_a(s).unsqueeze(1) + keys) @ self.v_a                # A.1.2                            (B,S)
         alpha = e.masked_fill(mask, -torch.inf).softmax(-1)                       # eq. (6); padding gets zero       (B,S)
-        c = (alpha.unsqueeze(-1) * h).sum(1)                                      # eq. (5)                          (B,2H)
+        c = (alpha.unsqueeze(1) @ h).squeeze(1)                                   # eq. (5)                          (B,2H)
         return c, alpha
 
 class GatedUnit(nn.Module):
@@ -90,7 +88,6 @@ class GatedUnit(nn.Module):
         self.C = nn.Linear(context, 3 * hidden, bias=False)
         self.U_zr = nn.Linear(hidden, 2 * hidden, bias=False)
         self.U = nn.Linear(hidden, hidden, bias=False)
-
     def forward(self, We, s, c):                                                  # We = W e(y_{i-1}) (B,3H)  s (B,H)  c (B,2H)
         gates, candidate = (We + self.C(c)).split([2 * s.size(-1), s.size(-1)], -1)
         z, r = torch.sigmoid(gates + self.U_zr(s)).chunk(2, -1)
@@ -105,7 +102,6 @@ class Encoder(nn.Module):
         self.right = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)
         self.left = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)
         self.drop = nn.Dropout(cfg.dropout)
-
     def forward(self, src):
         length, place = (src != PAD).sum(1, keepdim=True), torch.arange(src.size(1), device=src.device)
         turn = ((length - 1 - place) % src.size(1)).unsqueeze(-1)     # turns the words around, padding stays behind them:
@@ -129,7 +125,6 @@ class RNNsearch(nn.Module):
         self.C_o = nn.Linear(2 * cfg.hidden, 2 * cfg.maxout, bias=False)
         self.W_o = nn.Linear(cfg.maxout, cfg.tgt_vocab)
         self.init(cfg)
-
     @torch.no_grad()
     def init(self, cfg):
         """Appendix B.1: recurrent matrices orthogonal, v_a and biases zero, all others normal."""
@@ -138,35 +133,29 @@ class RNNsearch(nn.Module):
             elif "weight_hh" in name or "cell.U" in name:
                 for gate in p.split(p.size(1)): nn.init.orthogonal_(gate)
             else: p.normal_(0, cfg.init_attn if "_a." in name else cfg.init)
-
     def encode(self, src):
         h = self.encoder(src)
         return h, self.attention.U_a(h), src == PAD               # U_a h does not depend on i: computed once
-
-    def start(self, memory):
+    def start(self, memory, room=None):
         h, _, _ = memory
-        return torch.tanh(self.W_s(h[:, 0, h.size(-1) // 2:]))                    # s_0 from <-h_1, A.2.2   (B,H)
-
+        return torch.tanh(self.W_s(h[:, 0, h.size(-1) // 2:])),                   # s_0 from <-h_1, A.2.2   (B,H)
     def readout(self, s, y, c):
         t_tilde = self.U_o(s) + self.V_o(y) + self.C_o(c)                         # A.2.2   (..,2l)
         t = t_tilde.unflatten(-1, (-1, 2)).amax(-1)                               # maxout over pairs   (..,l)
         return self.W_o(t)
-
-    def step(self, y, s, memory):                                                 # y (B,)  s (B,H)
-        h, keys, mask = memory
+    def step(self, y, state, memory):                                             # y (B,)
+        (s,), (h, keys, mask) = state, memory
         y = self.drop(self.E(y))
         c, _ = self.attention(s, keys, h, mask)
         s = self.cell(self.cell.W(y), s, c)
-        return self.readout(s, y, c), s
-
+        return self.readout(s, y, c), (s,)
     def forward(self, src, tgt_in, need_alpha=False):
         h, keys, mask = memory = self.encode(src)
         y = self.drop(self.E(tgt_in))                                             # (B,T,E)
-        We, s = self.cell.W(y), self.start(memory)
-        steps = []
-        for i in range(tgt_in.size(1)):                           # only what needs s_{i-1} happens in here
+        (s,), steps = self.start(memory), []
+        for We in self.cell.W(y).unbind(1):                       # only what needs s_{i-1} happens in here
             c, alpha = self.attention(s, keys, h, mask)
-            s = self.cell(We[:, i], s, c)
+            s = self.cell(We, s, c)
             steps.append((s, c, alpha))
         s, c, alpha = (torch.stack(x, 1) for x in zip(*steps))                    # (B,T,H), (B,T,2H), (B,T,S)
         logits = self.readout(s, y, c)                                            # (B,T,V)
@@ -175,92 +164,125 @@ class RNNsearch(nn.Module):
 def make_optimizer(model, cfg):
     if cfg.optimizer == "adadelta": return torch.optim.Adadelta(model.parameters(), lr=cfg.lr, rho=0.95, eps=1e-6)
     return torch.optim.Adam(model.parameters(), lr=cfg.lr)
-
 def learning_rate(cfg, step):
     if cfg.optimizer == "adadelta": return cfg.lr
     return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
-
-Model = RNNsearch
+Model, Parts = RNNsearch, (AdditiveAttention, GatedUnit)       # Parts: what torch.compile fuses, if there are steps enough
 
 # ---- the same in every script from here on ----
 
-def autocast(x): return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda)
 def ranks(): return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def one_length(src):  # is no source padded? While a graph is recorded nobody can look, but only such are: see make_train_step
+    return src.is_cuda and torch.cuda.is_current_stream_capturing() or bool((src[:, -1] != PAD).all())
+def twin(model):  # what computes: on CUDA a model like it in bf16, with weights still to be copied; elsewhere the model itself
+    if not next(model.parameters()).is_cuda: return model
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention makes a plan for every new shape, and takes long over it
+    with torch.inference_mode(False): copied = copy.deepcopy(model).half()  # LSTMs lay out half for cuDNN, but not bf16
+    for p in copied.parameters(): p.data = p.data.view(torch.bfloat16)
+    return copied
 
-def nll(logits, y, smoothing=0.0):
-    """Negative log-likelihood of each sentence of y (B,T), label-smoothed if asked, summed over all that is not padding."""
-    logits, how = logits.flatten(0, 1).float(), dict(ignore_index=PAD, reduction="none", label_smoothing=smoothing)
-    return F.cross_entropy(logits, y.flatten(), **how).view_as(y).sum(1)
+def record(f, inputs, graphs, most):
+    """(g, places): g() is f(*places), and places hold the inputs. On CUDA, when inputs of these shapes come a second time, f is
+    recorded as a graph; from then on g replays it: one launch in place of thousands."""
+    key = tuple(x.shape for x in inputs)
+    if key not in graphs or not inputs[0].is_cuda:
+        if len(graphs) >= most: graphs.popitem()  # the newest makes room: those that come often came first
+        graphs[key] = None
+        return lambda: f(*inputs), inputs
+    if not graphs[key]:
+        places, graph, pool = [x.clone() for x in inputs], torch.cuda.CUDAGraph(), [g[0].pool() for g in graphs.values() if g]
+        with torch.cuda.device_of(inputs[0]), torch.cuda.graph(graph, *pool[:1], capture_error_mode="relaxed"):
+            graphs[key] = graph, places, f(*places)
+    graph, places, out = graphs[key]
+    for place, x in zip(places, inputs): place.copy_(x)
+    return lambda: graph.replay() or out, places
+def nll(logits, y, smoothing=0.0, scale=1.0):
+    """Negative log-likelihood of y (B,T), label-smoothed if asked, 0 for padding; and scale times its gradient at the logits:
+    p - q, q the smoothed target. By hand: autograd would make float32 copies of all the logits."""
+    z, y, exact, V = logits.detach(), y.unsqueeze(-1), torch.promote_types(logits.dtype, torch.float), logits.size(-1)
+    top, z_y, weight = z.amax(-1, keepdim=True), z.gather(-1, y).to(exact), (y != PAD) * scale               # (B,T,1) each
+    p = (z - top).exp_()                                                                                     # (B,T,V)
+    log_total = (total := p.sum(-1, True, dtype=exact)).log() + top
+    loss = log_total - (1 - smoothing) * z_y - (smoothing * z.mean(-1, True, dtype=exact) if smoothing else 0)
+    grad = torch.addcmul((weight * -smoothing / V).to(p.dtype), p, (weight / total).to(p.dtype), out=p)      # all but y's own
+    grad.scatter_(-1, y, (((z_y - log_total).exp() - (1 - smoothing) - smoothing / V) * weight).to(p.dtype))
+    return (loss * (y != PAD)).squeeze(-1), grad
 
 def make_train_step(model, cfg, optimizer=None):
-    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16.
-    The learning rate is that of learning_rate(cfg, 1), (cfg, 2), ...; the optimizer keeps the count."""
-    optimizer, (_, world) = optimizer or make_optimizer(model, cfg), ranks()
-    net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
-
-    def step(src, tgt):
-        model.train()
-        with autocast(src): loss = nll(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing).sum()
-        total = torch.stack([loss.detach(), (tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()])
-        if world > 1: dist.all_reduce(total)  # a token weighs the same on whichever process it is
-        loss = loss / total[1 if cfg.per == "token" else 2]
-        (loss * world).backward()  # times world: DistributedDataParallel takes the mean of the processes, wanted is the sum
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-        for group in optimizer.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            group["lr"] = learning_rate(cfg, group["step"])
+    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16, weights in float32."""
+    optimizer, (_, world), device = optimizer or make_optimizer(model, cfg), ranks(), next(model.parameters()).device
+    cuda, graphs, inner, loss_fn = device.type == "cuda", {}, twin(model), nll
+    weights, copies = list(model.parameters()), list(inner.parameters())
+    if cuda and cfg.steps >= 50000:  # that many win back the minute that compiling takes
+        torch._dynamo.config.suppress_errors, loss_fn = True, torch.compile(nll)
+        for part in inner.modules(): isinstance(part, Parts) and part.compile()
+    net = nn.parallel.DistributedDataParallel(inner) if world > 1 else inner
+    for p in weights: p.grad = torch.zeros_like(p) if cuda else None
+    for g in optimizer.param_groups: g.update(lr=torch.zeros((), device=device) if cuda else 0.0, capturable=cuda, fused=cuda)
+    def update(src, tgt):
+        with torch.no_grad(): cuda and torch._foreach_copy_(copies, weights)
+        count, logits = torch.stack([(tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()]), net(src, tgt[:, :-1])
+        if world > 1: dist.all_reduce(count)  # a token weighs the same on whichever process it is
+        scale = world / count[0 if cfg.per == "token" else 1]  # times world: DistributedDataParallel takes the processes' mean
+        loss, grad = loss_fn(logits, tgt[:, 1:], cfg.smoothing, scale)
+        logits.backward(grad)
+        if cuda: torch._foreach_copy_([p.grad for p in weights], [p.grad for p in copies])
+        if cfg.clip < math.inf: nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total[0] / total[1]
+        inner.zero_grad(set_to_none=True)
+        loss = loss.sum() / count[0]
+        if world > 1: dist.all_reduce(loss)
+        return loss
+    def step(src, tgt):
+        inner.training or inner.train()
+        for group in optimizer.param_groups:
+            group["step"] = n = group.get("step", 0) + 1  # the optimizer keeps the count
+            group["lr"] = group["lr"].fill_(learning_rate(cfg, n)) if cuda else learning_rate(cfg, n)
+        again = graphs if world == 1 and one_length(src) else {}
+        src, tgt = ((x.pin_memory() if cuda and not x.is_cuda else x).to(device, non_blocking=cuda) for x in (src, tgt))
+        return record(update, (src, tgt), again, most=256)[0]().clone()
     return step
+def greedy(model, src, max_len, kept=weakref.WeakKeyDictionary()):
+    """The likeliest word after word: (B,T'), EOS kept, PAD after it. max_len, one for all or one each, counts EOS."""
+    net, graphs = src.is_cuda and kept.get(model) or (twin(model).eval(), {})
+    if net is not model: kept[model] = net, graphs
+    def step(out, y, t, left, *rest):  # all of them changed in place
+        logits, state = net.step(y, rest[n:], rest[:n])
+        y.copy_(logits.argmax(-1).masked_fill_(left <= 0, PAD))
+        out.scatter_(1, t.expand(len(y), 1), y.unsqueeze(1)), t.add_(1), left.sub_(1).masked_fill_((y == EOS) | (y == PAD), 0)
+        for old, new in zip(rest[n:], state): old.copy_(new)
+    with torch.inference_mode():
+        if net is not model: torch._foreach_copy_(list(net.parameters()), list(model.parameters()))
+        left, memory = torch.as_tensor(max_len, device=src.device).expand(len(src)).clone(), net.encode(src)
+        longest, n = int(left.max()), len(memory)
+        room = longest + -longest % 8  # eights: more shapes come again
+        places = (src.new_full((len(src), room), PAD), src.new_full((len(src),), BOS), src.new_zeros(1), left)
+        places += (*memory, *net.start(memory, room))
+        for t in range(longest):
+            if (t % 8 == 0 or not src.is_cuda) and (places[3] <= 0).all(): break  # rarely: to look is to wait for the GPU
+            if t < 2: go, places = record(step, places, graphs, most=1)
+            go()
+    return (out := places[0])[:, :max(int((out != PAD).sum(1).max()), min(longest, 1))].clone()
 
 @torch.no_grad()
-def greedy(model, src, max_len):
-    """The likeliest word after word, for all sentences at once: (B,T'), EOS kept, PAD after it.
-    max_len, one for all or one each, counts EOS. No sentence's result depends on its batchmates."""
-    model.eval()
-    limit = torch.as_tensor(max_len, device=src.device).expand(src.size(0))
-    out = src.new_full((src.size(0), int(limit.max())), PAD)
-    with autocast(src):
-        memory = model.encode(src)
-        state, y, done = model.start(memory), torch.full_like(src[:, 0], BOS), limit <= 0
-        for t in range(out.size(1)):
-            if done.all(): return out[:, :t]
-            logits, state = model.step(y, state, memory)
-            out[:, t] = y = logits.argmax(-1).masked_fill(done, PAD)
-            done = done | (y == EOS) | (y == PAD) | (t + 1 >= limit)
-    return out
-
-@torch.no_grad()
-def align(model, src, tgt):  # alpha (B,T,S) of a given target, in one forced pass
-    model.eval()
-    return model(src, tgt[:, :-1], need_alpha=True)[1]
-
+def align(model, src, tgt): return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]  # alpha (B,T,S) of a given target
 def each(use, model, pairs, vocabularies):  # use(src, tgt) of all pairs, like lengths in a batch: a result a pair, in order
     bitext, device, out = data.Bitext(pairs, vocabularies), next(model.parameters()).device, [None for _ in pairs]
     for rows in bitext.cut(tokens=4096):
-        results = use(*(torch.from_numpy(x).to(device) for x in bitext.batch(rows)))
-        for row, result in zip(rows, results): out[row] = result
+        for row, result in zip(rows, use(*(torch.from_numpy(x).to(device) for x in bitext.batch(rows)))): out[row] = result
     return out
-
 def translate(model, sentences, vocabularies):
-    def use(src, _):
-        n = (src != PAD).sum(1) - 1
-        return greedy(model, src, (2 * n + 10) * (n > 0)).tolist()
+    use = lambda src, _: greedy(model, src, (2 * (n := (src != PAD).sum(1)) + 8) * (n > 1)).tolist()  # n counts EOS
     found = each(use, model, [(words, []) for words in sentences], vocabularies)
     return [[vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)] for ids in found]
-
 def alignments(model, pairs, vocabularies):  # alpha of each pair, target words and EOS by source words and EOS
     found = each(lambda src, tgt: align(model, src, tgt).float().cpu().numpy(), model, pairs, vocabularies)
     return [alpha[:len(target) + 1, :len(source) + 1] for alpha, (source, target, *_) in zip(found, pairs)]
-
 @torch.no_grad()
 def loss_of(model, pairs, vocabularies):  # per target token, EOS counted
-    def use(src, tgt):
-        with autocast(src): return nll(model(src, tgt[:, :-1]), tgt[:, 1:]).tolist()
-    model.eval()
-    return sum(each(use, model, pairs, vocabularies)) / sum(len(p[1]) + 1 for p in pairs)
-
+    loss = lambda logits, y: F.cross_entropy(logits.mT, y, ignore_index=PAD, reduction="none").sum(1).tolist()
+    found = each(lambda src, tgt: loss(model.eval()(src, tgt[:, :-1]), tgt[:, 1:]), model, pairs, vocabularies)
+    return sum(found) / sum(len(p[1]) + 1 for p in pairs)
 def evaluate(model, pairs, vocabularies):  # greedy translations against the references, alignments against gold, if any
     hypotheses, buckets = translate(model, [p[0] for p in pairs], vocabularies), {}
     for (source, target, *_), hypothesis in zip(pairs, hypotheses):
@@ -273,13 +295,11 @@ def evaluate(model, pairs, vocabularies):  # greedy translations against the ref
 def links(alpha):  # {(source index, target index), ...}: each target word's maximum; EOS, last of both, has no link
     return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
 def pharaoh(alpha): return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
-
 def heatmap(source, target, alpha):  # in the terminal: a column a source word, a row a target word
     high, wide = (max(map(len, words), default=0) for words in (source, target))
     head = [" " * (wide + 1) + " ".join(word.rjust(high)[k] for word in source) for k in range(high)]
     shade = lambda row: "".join(" ░▒▓█"[min(int(5 * a), 4)] * 2 for a in row[:len(source)])
     return "\n".join(head + [word.rjust(wide) + " " + shade(row) for word, row in zip(target, alpha)])
-
 def svg(source, target, alpha):  # the same as a picture, readable on light and dark
     left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
     style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
@@ -291,17 +311,13 @@ def svg(source, target, alpha):  # the same as a picture, readable on light and 
     parts += [f'<rect x="{left + 22 * j}" y="{top + 22 * i}" width="21" height="21" opacity="{0.07 + 0.93 * alpha[i, j]:.2f}"/>'
               for i in range(len(target)) for j in range(len(source))]
     return "\n".join([*parts, "</svg>\n"])
-
-def dump(path, pairs, alphas):
-    """path.npz: the soft weights; path.txt: Pharaoh links, a line a pair; path.svg: the first pair as a picture."""
+def dump(path, pairs, alphas):  # .npz: the soft weights; .txt: Pharaoh links, a line a pair; .svg: the first pair as a picture
     sides = {side: [" ".join(pair[k]) for pair in pairs] for k, side in enumerate(("source", "target"))}
     np.savez_compressed(soft := io.BytesIO(), **sides, **{f"alpha_{k}": alpha for k, alpha in enumerate(alphas)})
     save(f"{path}.npz", soft.getvalue())
     save(f"{path}.txt", "".join(pharaoh(alpha) + "\n" for alpha in alphas).encode())
     save(f"{path}.svg", svg(*pairs[0][:2], alphas[0]).encode())
-
-def save(path, content):
-    """Whole or not at all: written beside the old file, then put in its place. Of several processes the first one writes."""
+def save(path, content):  # whole or not at all: beside the old file, then in its place; of several processes the first one does
     part = Path(f"{path}.tmp")
     if ranks()[0]: return
     try:
@@ -309,12 +325,11 @@ def save(path, content):
         os.replace(part, path)
     except OSError as error: raise data.InputError(f"{path}: not written, {error.strerror}; what was there is whole") from None
     finally: part.unlink(missing_ok=True)
-
-def load(path, device, flags={}, keys=("model",)):
-    """(checkpoint, vocabularies) of a run of this script. A few flags may be new; the others make the run what it is."""
+def note(out, log): save(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
+def load(path, device, flags={}, keys=("model",)):  # (checkpoint, vocabularies); a few flags may be new, the others are the run
     if not path.exists(): raise data.InputError(f"{path}: no such file; train first, or name the run's folder with --out")
     try:
-        with zipfile.ZipFile(path) as parts: fault = parts.testzip()  # torch.load would not notice a changed byte
+        with ZipFile(path) as parts: fault = parts.testzip()  # torch.load would not notice a changed byte
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         script, config, words = (checkpoint[key] for key in ("script", "config", "words"))
         if script == Path(__file__).stem: Config(**config), [checkpoint[key] for key in keys]
@@ -329,49 +344,43 @@ def load(path, device, flags={}, keys=("model",)):
 def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
     """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on exactly."""
     (rank, world), device, optimizer, noted = ranks(), next(model.parameters()).device, make_optimizer(model, cfg), []
-    now, words = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "log": []}, [v.words for v in vocabularies]
+    now = resume["now"] if resume else {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "log": []}
     text = [world, zlib.crc32(repr([pair[:2] for pair in valid]).encode()), *map(zlib.crc32, corpus.tokens)]  # to know it again
-    if resume:
-        if resume["text"] != text: raise data.InputError(f"{out}: has another text or number of processes; give the same")
-        for part in (model, optimizer): part.load_state_dict(resume["model" if part is model else "optimizer"])
-        now = resume["now"]
-
+    if resume and resume["text"] != text: raise data.InputError(f"{out}: had another text or number of processes; give that")
+    if resume: model.load_state_dict(resume["model"]), optimizer.load_state_dict(resume["optimizer"])
     def keep(name):
-        content = {"script": Path(__file__).stem, "config": vars(cfg), "words": words, "model": model.state_dict()}
+        content = {"script": Path(__file__).stem, "config": vars(cfg), "words": [v.words for v in vocabularies]}
         if name == "last.pt": content |= {"optimizer": optimizer.state_dict(), "now": now, "text": text}
-        torch.save(content, memory := io.BytesIO())  # not to the file: torch.save crashes when the disk is full
+        torch.save(content | {"model": model.state_dict()}, memory := io.BytesIO())  # torch.save crashes when the disk is full
         save(out / name, memory.getbuffer())
-
     if not resume: keep("last.pt")
     before = {n: signal.signal(n, lambda n, _: noted.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
-    train_step, clock, told = make_train_step(model, cfg, optimizer), time.perf_counter(), False
+    train_step, clock, told, late = make_train_step(model, cfg, optimizer), time.perf_counter(), False, []
+    even, score = device.type == "cuda" and world == 1, math.nan  # even: shapes come again, see record
     with tqdm(total=cfg.steps, initial=now["step"], unit="step", disable=True if rank else None) as bar:
         while now["step"] < cfg.steps and not told:
-            for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world):
+            for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world, even):
                 torch.manual_seed(hash((cfg.seed, rank, now["step"])))  # so that no random state need be saved
-                loss = score = train_step(*(torch.from_numpy(x).to(device) for x in (src, tgt))).item()
+                loss = train_step(torch.from_numpy(src), torch.from_numpy(tgt))
                 count = torch.tensor([(src[tgt[:, 0] != PAD] != PAD).sum() + (tgt[:, 1:] != PAD).sum(), len(noted)])
                 if world > 1: dist.all_reduce(count)
-                now.update(step=now["step"] + 1, batch=now["batch"] + 1, tokens=now["tokens"] + int(count[0]))
-                rate, told = learning_rate(cfg, now["step"]), bool(count[1])
-                look = now["step"] % cfg.every == 0 or now["step"] == cfg.steps
-                if look or told: score = loss_of(model, valid, vocabularies)
-                if not math.isfinite(score):
-                    at = f"step {now['step']}, epoch {now['epoch']}, batch {now['batch']}, learning rate {rate:.2g}"
-                    raise data.InputError(f"{at}: the loss is {score}; {out}/last.pt is from before: --resume with lower --lr")
+                now.update(step=(step := now["step"] + 1), batch=now["batch"] + 1, tokens=now["tokens"] + int(count[0]))
+                rate, told, look = learning_rate(cfg, step), bool(count[1]), step == cfg.steps or step % cfg.every == 0
+                at = f"step {step}, epoch {now['epoch']}, batch {now['batch']}, learning rate {rate:.2g}"
+                late += [(at, loss)] + [(at, loss_of(model, valid, vocabularies)) for _ in range(look or told)]
+                for _ in range(len(late) * (look or told or len(late) > 20 * even)):  # seldom: reading waits for the GPU
+                    at, score = late.pop(0)
+                    if not math.isfinite(score): raise data.InputError(f"{at}: the loss is {score:f}; --resume with lower --lr")
                 now["seconds"], clock = now["seconds"] + time.perf_counter() - clock, time.perf_counter()
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False), bar.update()
+                bar.set_postfix(loss=f"{score:.3f}", refresh=False), bar.update()
                 if look and all(score < line["valid_loss"] for line in now["log"]): keep("model.pt")
-                now["log"] += [dict(step=now["step"], loss=loss, valid_loss=score, lr=rate, seconds=now["seconds"])] * look
+                if look: now["log"].append(dict(step=step, loss=float(loss), valid_loss=score, lr=rate, seconds=now["seconds"]))
                 if look or told: keep("last.pt"), note(out, now["log"])
-                if told or now["step"] == cfg.steps: break
+                if told or step == cfg.steps: break
             else: now.update(epoch=now["epoch"] + 1, batch=0)
     for number, handler in before.items(): signal.signal(number, handler)
     if noted or told: raise KeyboardInterrupt(f"stopped at step {now['step']}; repeat the command with --resume --out {out}")
     return now
-
-def note(out, log): save(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
-
 def train(args, device):
     begin, out, resume, new = time.perf_counter(), folder(args), None, not folder(args).exists()
     if args.resume: resume, vocabularies = load(out / "last.pt", device, args.config, ("model", "optimizer", "now", "text"))
@@ -400,28 +409,24 @@ def train(args, device):
     if ranks()[0] == 0: out.mkdir(parents=True, exist_ok=not new)  # two runs cannot both make it
     now = fit(model, cfg, corpus, valid, vocabularies, out, resume)
     if ranks()[0] == 0: report(model, cfg, test, example, vocabularies, device, out, now, begin)
-
 def report(model, cfg, test, example, vocabularies, device, out, now, begin):
     model.load_state_dict(load(out / "model.pt", device)[0]["model"])  # the best one
     scores, sources = evaluate(model, test, vocabularies), [example] + [p[0] for p in test[:99]]
-    pairs = list(zip(sources, translate(model, sources, vocabularies)))
-    alphas = alignments(model, pairs, vocabularies)
+    alphas = alignments(model, pairs := list(zip(sources, translate(model, sources, vocabularies))), vocabularies)
     dump(out / "align", pairs, alphas)
     seconds, speed, memory = time.perf_counter() - begin, now["tokens"] / now["seconds"], peak_memory(device)
     final = dict(final=True, **scores, seconds=seconds, tokens_per_second=speed, peak_memory_gib=memory, seed=cfg.seed)
     note(out, now["log"] + [final])
     print(f"\n{' '.join(pairs[0][0])}\n{' '.join(pairs[0][1])}\n\n{heatmap(*pairs[0], alphas[0])}\n")
-    print(f"{len(test):,} sentences: loss {final['loss']:.4f}, perplexity {final['ppl']:.3f}, BLEU {final['bleu']:.2f}"
-          + (f", AER {final['aer']:.3f}" if final["aer"] is not None else ""))
-    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in final["bleu_by_length"].items()))
+    print(f"{len(test):,} sentences: loss {scores['loss']:.4f}, perplexity {scores['ppl']:.3f}, BLEU {scores['bleu']:.2f}"
+          + (f", AER {scores['aer']:.3f}" if scores["aer"] is not None else ""))
+    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in scores["bleu_by_length"].items()))
     print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/", flush=True)
-
 def peak_memory(device):
-    if device.type == "cuda": return torch.cuda.max_memory_allocated(device) / 2**30
+    if device.type == "cuda": return torch.cuda.max_memory_reserved(device) / 2**30
     try: import resource
     except ImportError: return 0.0  # Windows does not tell
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
-
 def answer(args, device):  # --translate or --align: a line for each line, whatever it is, a thousand at a time
     checkpoint, vocabularies = load(folder(args) / "model.pt", device, args.config)
     model = Model(Config(**checkpoint["config"])).to(device)
@@ -457,32 +462,30 @@ def parse(argv):
         flag("--" + name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
     args = parser.parse_args(argv)
     args.config = {name: value for name, value in vars(args).items() if name in comments and value is not None}
-    five, zero, share = (5, 2**31), (0, 2**31), (0, 0.99)
-    bounds = dict(src_vocab=five, tgt_vocab=five, seed=zero, max_len=zero, align_layer=zero, dropout=share, smoothing=share)
+    lows = dict(src_vocab=5, tgt_vocab=5, seed=0, max_len=0, align_layer=0, dropout=0, smoothing=0)
+    highs = dict(dropout=0.99, smoothing=0.99, clip=math.inf)
     for name, value in ((name, value) for name, value in args.config.items() if type(value) in (int, float)):
-        low, high = bounds.get(name, (1, 2**31) if type(value) is int else (1e-9, math.inf if name == "clip" else 1e9))
+        low, high = lows.get(name, 1 if type(value) is int else 1e-9), highs.get(name, 2**31)
         if not low <= value <= high: fail(f"--{name} {value}: must be {low} to {high}".replace("_", "-"))
     if args.paper: args.config = vars(Config.paper(**args.config))
     return args
-
 def folder(args):  # --out or, without it, the next free folder to train in, or the last one to go on with or to use
-    if args.out: return args.out
     names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 1000)]
     taken = list(itertools.takewhile(Path.exists, names))
-    return (taken or names[:1])[-1] if args.translate or args.align or args.resume else names[len(taken)]
-
+    use = args.translate or args.align or args.resume
+    return args.out or ((taken or names[:1])[-1] if use else names[len(taken)])
 def warn(message):
     if os.environ.get("RANK", "0") == "0": print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
 def fail(message, status=2): sys.exit(warn(message) or status)
 
 def main(argv=None):
     if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
-    for use in (torch.backends.mkldnn.set_flags, torch.backends.cuda.enable_cudnn_sdp): use(False)  # slower with them: README
+    torch.backends.mkldnn.set_flags(False)  # slower with it: README
     try:
         args, process, gpus = parse(argv), os.environ.get("LOCAL_RANK"), torch.cuda.device_count()  # process: of torchrun's
         cuda = process and args.device == "cuda"
         if cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > gpus: raise data.InputError(f"--nproc_per_node={gpus} at most")
-        if cuda: torch.cuda.set_device(int(process))
+        if cuda or ":" in args.device: torch.cuda.set_device(int(process) if cuda else args.device)
         if process: dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         if ranks()[0]: sys.stdout = open(os.devnull, "w")  # the first one speaks
         if not (args.translate or args.align): train(args, torch.device(args.device))
@@ -494,6 +497,4 @@ def main(argv=None):
     except (RuntimeError, MemoryError) as error:
         if not re.search("out of memory|allocate|overflow", str(error)): raise
         fail("not enough memory; try fewer --tokens, or a smaller model")
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__": main()

@@ -278,6 +278,7 @@ def learn(pairs, sizes=(None, None), min_count=1, joint=False, max_len=None):
         bitext.tokens[side], grown[side] = table[bitext.tokens[side]], Vocabulary([words[i] for i in known])
     return bitext, grown
 
+def coarse(n): return -(-n // (step := 2 ** np.maximum(np.log2(n).astype(int) - 2, 0))) * step  # up to three significant bits
 class Bitext:
     """Numbered sentence pairs, flat: a side is one array of tokens and one of the places where its sentences begin.
     Pairs with an empty side or one of more than max_len words are left out and counted in .skipped."""
@@ -297,36 +298,36 @@ class Bitext:
         self.starts = [np.cumsum(n) - n for n in self.lengths]
 
     def __len__(self): return len(self.lengths[0])
-
-    def batch(self, rows):
+    def batch(self, rows, even=False):
         """(src, tgt) of these rows, padded to the right."""
         out = []
-        for tokens, starts, lengths in zip(self.tokens, self.starts, self.lengths):
-            place = np.arange(lengths[rows].max())
+        for side, (tokens, starts, lengths) in enumerate(zip(self.tokens, self.starts, self.lengths)):
+            place = np.arange(coarse(lengths[rows].max() - 1) + 1 if even and side else lengths[rows].max())
             grid = tokens[np.minimum(starts[rows, None] + place, len(tokens) - 1)]
             out.append(np.where(place < lengths[rows, None], grid, PAD).astype(np.int64))
         return out
-
-    def cut(self, tokens, sentences=None, ties=None):
-        """The rows, like lengths together, cut into batches of at most `tokens`, padding counted."""
-        src, tgt = self.lengths  # sorted by source length in threes, by target length up and down in turn: little padding
-        order = np.lexsort((np.arange(len(self)) if ties is None else ties, src, tgt * (-1) ** (src // 3), src // 3))
+    def cut(self, tokens, sentences=None, ties=None, even=False):
+        """The rows, like lengths together, cut into batches of at most `tokens`, padding counted. If even, sources of one length
+        make a batch, and targets of coarse lengths: the same shapes come again and again."""
+        src, tgt, near = (self.lengths[0], coarse(self.lengths[1] - 1) + 1, 1) if even else (*self.lengths, 3)
+        # sorted by source length, in threes, and by target length up and down in turn: little padding
+        order = np.lexsort((np.arange(len(self)) if ties is None else ties, src, tgt * (-1) ** (src // near), src // near))
         src, tgt, batches, at = src[order], tgt[order], [], 0
         while at < len(order):
             window = slice(at, at + min(tokens // (src[at] + tgt[at]) + 1, sentences or len(order)))
             cost = np.maximum.accumulate(src[window]) + np.maximum.accumulate(tgt[window])
             size = max(int(np.searchsorted(cost * np.arange(1, len(cost) + 1), tokens, "right")), 1)
+            if even: size = min(size, int(np.searchsorted(src[window], src[at], "right")))
             batches.append(order[at:at + size])
             at += size
         return batches
-
-    def epoch(self, tokens, sentences=None, seed=0, epoch=0, skip=0, rank=0, world=1):
+    def epoch(self, tokens, sentences=None, seed=0, epoch=0, skip=0, rank=0, world=1, even=False):
         """An epoch's batches, in an order that (seed, epoch) alone decides, from the skip-th on. Of several processes
         each gets every world-th row of a joint batch `world` times as big; if it gets none, one with an empty target."""
         random = np.random.default_rng((seed, epoch))
-        batches = self.cut(tokens * world, sentences and sentences * world, ties=random.permutation(len(self)))
+        batches = self.cut(tokens * world, sentences and sentences * world, random.permutation(len(self)), even)
         for rows in (batches[i] for i in random.permutation(len(batches))[skip:]):
-            src, tgt = self.batch(rows[rank::world] if rank < len(rows) else rows[:1])
+            src, tgt = self.batch(rows[rank::world] if rank < len(rows) else rows[:1], even)
             yield src, tgt * (rank < len(rows))
 
 # ---- scores ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ SCRIPTS = {
         "LuongAttention": lambda C: [x for score, attention in (("general", "global"), ("concat", "local-p")) for x in
                                      (lambda m: m(rand(2, 5, 4), m.keys(rand(2, 3, 4)), rand(2, 3, 4), torch.tensor([2, 1]), torch.arange(1, 6)))(C(4, score, attention))]}),
     "transformer": ("Transformer", dict(d_model=8, d_ff=10, heads=2, layers=2), {
-        "MultiHeadAttention": lambda C: (lambda m: m(rand(2, 5, 8), *m.keys_values(rand(2, 3, 8)), torch.tensor([[[[False, False, True]]]]), need_alpha=True))(C(8, 2))}),
+        "MultiHeadAttention": lambda C: (lambda m: m(*m.project(rand(2, 5, 8), 0, 1).unbind(2), *m.project(rand(2, 3, 8), 1).unbind(2), torch.tensor([[[[0, 0, -math.inf]]]]), need_alpha=True))(C(8, 2))}),
 }
 # the models: each script's, and all that luong.py's flags can make of it
 LUONG = [dict(score=score, attention=attention, input_feeding=feeding)
@@ -98,7 +98,7 @@ def torch_lstm(p, name, x, state):
     """One step of a deep LSTM: the top layer's h, and (h, c) of every layer."""
     new = []
     for layer, (h, c) in enumerate(state):
-        W, U, b, d = (p[f"{name}.{k}_l{layer}"] for k in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+        W, U, b, d = (p[f"{name}.layers.{layer}.{k}_l0"] for k in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
         i, f, g, o = np.split(W @ x + U @ h + b + d, 4)
         c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
         x = sigmoid(o) * np.tanh(c)
@@ -115,11 +115,11 @@ def seq2seq(p, source, target, cfg):
     """Sutskever et al. Saliency by finite differences: how log p(y_i) moves when x_j grows by a factor."""
     def log_p(factor):
         state = [(np.zeros(cfg.hidden), np.zeros(cfg.hidden))] * cfg.layers
-        x = [f * p["encoder.E.weight"][w] for f, w in zip(factor, source)]
-        for x_j in x[::-1] if cfg.reverse else x: _, state = torch_lstm(p, "encoder.lstm", x_j, state)
+        x = [f * p["E_x.weight"][w] for f, w in zip(factor, source)]
+        for x_j in x[::-1] if cfg.reverse else x: _, state = torch_lstm(p, "encoder", x_j, state)
         out = []
         for y_before, y in zip(target, target[1:]):
-            h, state = torch_lstm(p, "lstm", p["E.weight"][y_before], state)
+            h, state = torch_lstm(p, "decoder", p["E_y.weight"][y_before], state)
             out.append(np.log(softmax(p["W.weight"] @ h + p["W.bias"]))[y])
         return np.array(out)
     n, eps = len(source), 1e-5
@@ -131,15 +131,15 @@ def luong(p, source, target, cfg):
     """Luong et al., one sentence, one word, one source position at a time; s and t count from 1."""
     state, h_bar, S = [(np.zeros(cfg.hidden), np.zeros(cfg.hidden))] * cfg.layers, {}, len(source)
     for s in range(S, 0, -1) if cfg.reverse else range(1, S + 1):
-        h_bar[s], state = torch_lstm(p, "encoder.lstm", p["encoder.E.weight"][source[s - 1]], state)
+        h_bar[s], state = torch_lstm(p, "encoder", p["E_x.weight"][source[s - 1]], state)
     W_a, v_a = p.get("attention.W_a"), p.get("attention.v_a")
     score = {"dot": lambda h_t, s: h_t @ h_bar[s], "general": lambda h_t, s: h_t @ W_a @ h_bar[s],
              "concat": lambda h_t, s: v_a @ np.tanh(W_a @ np.concatenate([h_t, h_bar[s]])),
              "location": lambda h_t, s: W_a[s - 1] @ h_t if s <= len(W_a) else -np.inf}[cfg.score]          # (8)
     h_tilde, log_p, alphas = np.zeros(cfg.hidden), [], []
     for t, (y_before, y) in enumerate(zip(target, target[1:]), 1):
-        E_y = p["E.weight"][y_before]
-        h_t, state = torch_lstm(p, "lstm", np.concatenate([E_y, h_tilde]) if cfg.input_feeding else E_y, state)
+        E_y = p["E_y.weight"][y_before]
+        h_t, state = torch_lstm(p, "decoder", np.concatenate([E_y, h_tilde]) if cfg.input_feeding else E_y, state)
         window, weight = range(1, S + 1), lambda s: 1.0
         if cfg.attention != "global":
             p_t = min(t, S) if cfg.attention == "local-m" else S * sigmoid(p["attention.v_p"] @ np.tanh(p["attention.W_p"] @ h_t))  # (9)
@@ -164,8 +164,9 @@ def transformer(p, source, target, cfg):
 
     def attention(name, x, others):
         """(MultiHead of one query over others, the heads' mean weights)"""
-        K, V = (np.array(others) @ p[f"{name}.W_{k}.weight"].T for k in "KV")
-        q, heads, weights = p[f"{name}.W_Q.weight"] @ x, [], []
+        W_Q, W_K, W_V = np.split(p[f"{name}.W_QKV.weight"], 3)
+        K, V = np.array(others) @ W_K.T, np.array(others) @ W_V.T
+        q, heads, weights = W_Q @ x, [], []
         for head in range(cfg.heads):
             part = slice(head * d_k, (head + 1) * d_k)
             weights.append(softmax([q[part] @ k[part] / math.sqrt(d_k) for k in K]))                 # (1)
@@ -240,7 +241,7 @@ def test_equations(name, seed):
         want, where = oracle(b)
         close(log_p[b, :len(want)], torch.tensor(np.array(want)))
         close(alpha[b, :len(want), :len(where[0])], torch.tensor(np.array(where)), 1e-6 if "seq2seq" in name else 1e-9)  # saliency: finite differences
-    module.nll(logits[:2], y[:2]).double().sum().backward()
+    logits.backward(torch.cat([module.nll(logits[:2], y[:2])[1], torch.zeros_like(logits[2:])]))
 
     def loss(key, at, change):
         p[key][at] += change
@@ -330,7 +331,8 @@ def test_transformer_paper_recipe():
     model = module.Transformer(module.Config(src_vocab=300, tgt_vocab=300, d_model=64))
     assert all(abs(E.weight.std() * 8 - 1) < 0.05 for E in (model.E_x, model.E_y))
     for key, p in model.named_parameters():
-        if p.ndim == 2 and key[:2] != "E_": assert 0.9 < p.abs().max() / math.sqrt(6 / sum(p.shape)) <= 1, key  # Glorot
+        for W in (p.chunk(3) if "QKV" in key else [p]) if p.ndim == 2 and key[:2] != "E_" else []:
+            assert 0.9 < W.abs().max() / math.sqrt(6 / sum(W.shape)) <= 1, key  # Glorot
         if key.endswith("bias"): assert (p == 0).all(), key
     for step in (1, 100, 3999, 4000, 4001, 100000): assert module.learning_rate(cfg, step) == pytest.approx(512 ** -0.5 * min(step ** -0.5, step * 4000 ** -1.5))
 
@@ -342,11 +344,13 @@ def test_attention_is_the_fused_kernel():
         torch.manual_seed(seed)
         B, h, T, S, d = (random.Random(seed).randint(1, 6) for _ in range(5))
         Q, K, V = (torch.randn(B, h, n, d, dtype=torch.double, requires_grad=True) for n in (T, S, S))
-        mask = torch.rand(B, 1, 1, S) < 0.4
-        mask[..., 0] = False
-        for keys, how in (((K, V), dict(mask=mask)), ((K, V), {}), ((K[:, :, :T], V[:, :, :T]), dict(causal=True)) if S >= T else ((K, V), {})):
-            plain, alpha = attention(Q, *keys, **how, need_alpha=True)
-            fused, none = attention(Q, *keys, **how)
+        some = torch.rand(B, 1, 1, S) < 0.4
+        some[..., 0] = False
+        for hidden in (some, torch.ones(T, S, dtype=torch.bool).triu(1)):
+            mask = torch.zeros(hidden.shape, dtype=torch.double).masked_fill(hidden, -torch.inf)
+            plain, alpha = attention(Q, K, V, mask, need_alpha=True)
+            fused, none = attention(Q, K, V, mask)
+            assert (alpha.masked_select(hidden) == 0).all()
             close(plain, fused)
             assert none is None
             want, got = (torch.autograd.grad(out.square().sum(), (Q, K, V)) for out in (plain, fused))
@@ -368,9 +372,9 @@ def theirs_and_ours(seed, decoder):
             for x, y in zip((a.weight, a.bias), (b.weight, b.bias)): y.copy_(x.normal_())
         for a, b in attentions:
             a.in_proj_bias.zero_(), a.out_proj.bias.zero_()
-            for x, y in zip((*a.in_proj_weight.chunk(3), a.out_proj.weight), (b.W_Q, b.W_K, b.W_V, b.W_O)): y.weight.copy_(x)
+            for x, y in zip((a.in_proj_weight, a.out_proj.weight), (b.W_QKV, b.W_O)): y.weight.copy_(x)
     grads = lambda: [*((x.grad, y.grad) for a, b in pairs for x, y in ((a.weight, b.weight), (a.bias, b.bias))),
-                     *((torch.cat([b.W_Q.weight.grad, b.W_K.weight.grad, b.W_V.weight.grad]), a.in_proj_weight.grad) for a, b in attentions),
+                     *((b.W_QKV.weight.grad, a.in_proj_weight.grad) for a, b in attentions),
                      *((b.W_O.weight.grad, a.out_proj.weight.grad) for a, b in attentions)]
     return theirs, ours, grads
 
@@ -380,19 +384,20 @@ def test_layers_equal_torch_nn(seed):
     """EncoderLayer, DecoderLayer and MultiHeadAttention against torch.nn's own, with the same weights: outputs, weights, gradients."""
     x, y = (torch.randn(3, n, 12, dtype=torch.double, generator=torch.Generator().manual_seed(seed)) for n in (5, 7))
     pad, future = torch.arange(5) >= torch.tensor([[5], [3], [1]]), torch.ones(7, 7, dtype=torch.bool).triu(1)
+    mask, ahead = (torch.zeros(m.shape, dtype=torch.double).masked_fill(m, -torch.inf) for m in (pad[:, None, None], future))
     theirs, ours, grads = theirs_and_ours(seed, decoder=False)
-    want, got = theirs(x, src_key_padding_mask=pad), ours(x, pad[:, None, None])
+    want, got = theirs(x, src_key_padding_mask=pad), ours(x, mask)
     close(want, got)
     (want.square().sum() + got.square().sum()).backward()
     for a, b in grads(): close(a, b, 1e-8)
     theirs, ours, grads = theirs_and_ours(seed, decoder=True)
     want = theirs(y, x, tgt_mask=future, memory_key_padding_mask=pad)
-    got, _, alpha = ours(y, None, ours.attention.keys_values(x), pad[:, None, None], need_alpha=True)
+    got, alpha = ours(y, ahead, ours.attention.project(x, 1), mask, need_alpha=True)
     close(want, got)
     (want.square().sum() + got.square().sum()).backward()
     for a, b in grads(): close(a, b, 1e-8)
     want, weights = theirs.multihead_attn(y, x, x, key_padding_mask=pad, average_attn_weights=False)
-    got, alpha = ours.attention(y, *ours.attention.keys_values(x), pad[:, None, None], need_alpha=True)
+    got, alpha = ours.attention(*ours.attention.project(y, 0, 1).unbind(2), *ours.attention.project(x, 1).unbind(2), mask, need_alpha=True)
     close(want, got), close(weights, alpha)
 
 
@@ -427,18 +432,18 @@ def test_lstms_drop_their_inputs(name):
     for m in model.modules():
         if isinstance(m, torch.nn.Dropout): m.register_forward_hook(lambda m, x, y: dropped.append(tuple(y.shape[1:])))
     model.train()(src, tgt[:, :-1])
-    assert model.encoder.lstm.dropout == model.lstm.dropout == 0.5
-    assert sorted(dropped) == sorted([(src.size(1), E), *([(1, E + H)] * T if getattr(cfg, "input_feeding", False) else [(T, E)]), (T, H)])
+    steps = [(E + H,), (H,)] * T if getattr(cfg, "input_feeding", False) else [(T, E), (T, H)]  # of two layers
+    assert cfg.layers == 2 and sorted(dropped) == sorted([(E,), (H,), *steps, (T, H)])  # the encoder's are packed, the last is the softmax's
     for m in model.modules():
         if isinstance(m, torch.nn.Dropout): m.p = 0.0
-        if isinstance(m, torch.nn.LSTM): m.dropout = 0.0
+        if isinstance(m, torch.nn.LSTM): assert m.dropout == 0 and m.num_layers == 1
     close(model(src, tgt[:, :-1]), model.eval()(src, tgt[:, :-1]))
 
 
 def test_saliency_of_nothing():
     """Where no source word matters, none is preferred."""
     module, cfg, model = build("seq2seq_lstm")
-    with torch.no_grad(): model.encoder.E.weight.zero_()
+    with torch.no_grad(): model.E_x.weight.zero_()
     src, tgt = sentences(2)
     alpha, words = module.align(model, src, tgt), (src != PAD).double()
     close(alpha, (words / words.sum(1, keepdim=True)).unsqueeze(1).expand_as(alpha))
@@ -446,12 +451,17 @@ def test_saliency_of_nothing():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_label_smoothing(seed):
-    """(1 - e) of the target's log-probability and e of the mean over all words."""
+    """(1 - e) of the target's log-probability and e of the mean over all words; the gradient is autograd's."""
     module, r = importlib.import_module("transformer"), torch.Generator().manual_seed(seed)
     logits, y = torch.randn(3, 4, 7, generator=r), torch.randint(0, 7, (3, 4), generator=r)
     y[0, 3] = PAD
     want = sum(-0.9 * q[w] - 0.1 * q.mean() for q, w in zip(logits.flatten(0, 1).log_softmax(-1), y.flatten()) if w != PAD)
-    assert module.nll(logits, y, 0.1).sum().item() == pytest.approx(want.item(), abs=1e-4)
+    loss, grad = module.nll(logits, y, 0.1, 3.0)
+    assert loss.shape == y.shape and loss.sum().item() == pytest.approx(want.item(), abs=1e-4)
+    theirs = logits.clone().requires_grad_()
+    (3 * torch.nn.functional.cross_entropy(theirs.flatten(0, 1), y.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=0.1)).backward()
+    close(grad, theirs.grad, 1e-5)
+    assert module.nll(logits.bfloat16(), y)[1].dtype == torch.bfloat16
 
 
 # ---- properties, over random shapes -------------------------------------------------------------------------------------
@@ -468,10 +478,10 @@ def test_padding_changes_nothing(name, seed):
     close(alpha_more[:, :alpha.size(1), :alpha.size(2)], alpha)
     assert (module.greedy(model, wide(src, 4), 12) == module.greedy(model, src, 12)).all()
     model.zero_grad()
-    module.nll(logits, tgt[:, 1:]).sum().backward()
+    logits.backward(module.nll(logits, tgt[:, 1:])[1])
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    module.nll(more, wide(tgt, 3)[:, 1:]).sum().backward()
+    more.backward(module.nll(more, wide(tgt, 3)[:, 1:])[1])
     for p, grad in zip(model.parameters(), grads): close(p.grad, grad, 1e-5)  # the loss is taken in float32
 
 
@@ -631,7 +641,7 @@ def test_evaluate(name):
     short = [k for k, p in enumerate(pairs) if len(p[0]) <= 10]
     assert set(got["bleu_by_length"]) == {"1-10", "11-20"} and got["bleu_by_length"]["1-10"] == pytest.approx(score(short), abs=1e-6)
     assert got["aer"] == pytest.approx(1 - 2 * sum((0, 0) in l or (1, 0) in l for l in links) / (sum(map(len, links)) + 24))
-    assert len({module.nll(model.train()(src, tgt[:, :-1]), tgt[:, 1:]).sum().item() for _ in range(3)}) == 3  # dropout is on in training
+    assert len({module.nll(model.train()(src, tgt[:, :-1]), tgt[:, 1:])[0].sum().item() for _ in range(3)}) == 3  # dropout is on in training
 
 
 def test_bahdanau_schedule():
@@ -800,6 +810,11 @@ def test_batches(corpus):
     order = lambda batches: [p for b in batches for p in text(*b)]
     assert order(one) != order(epoch(seed=1, epoch=1)) and order(one) != order(epoch(seed=2, epoch=0))
     assert max(len(src) for src, _ in epoch(sentences=6)) == 6
+    grid = epoch(seed=1, even=True)  # for a GPU: no source is padded, and shapes come again, in one epoch as in the next
+    assert collections.Counter(order(grid)) == collections.Counter(order(one)) and all((src != PAD).all() and src.size + tgt.size <= 1500 for src, tgt in grid)
+    shapes = lambda batches: collections.Counter((src.shape, tgt.shape) for src, tgt in batches)
+    assert shapes(grid) == shapes(epoch(seed=1, epoch=1, even=True)) and len({tgt.shape[1] for _, tgt in grid}) < 0.7 * len({tgt.shape[1] for _, tgt in one})
+    assert sum((t == PAD).sum() for _, t in grid) < 0.1 * sum(s.size + t.size for s, t in grid) and max(len(src) for src, _ in epoch(sentences=6, even=True)) == 6
     ranks, joint = [epoch(seed=1, rank=r, world=3) for r in range(3)], list(bitext.epoch(4500, seed=1))
     assert [sum((tgt[:, 0] == BOS).sum() for _, tgt in batches) for batches in zip(*ranks)] == [len(src) for src, _ in joint]
     pairs = lambda batches: collections.Counter(p for src, tgt in batches for p in text(src[tgt[:, 0] == BOS], tgt[tgt[:, 0] == BOS]))
@@ -1143,10 +1158,10 @@ def test_not_finite(name, way, files, monkeypatch, capsys):
     def broken(logits, y, *rest):
         if not torch.is_grad_enabled() or next(count) != at: return nll(logits, y, *rest)
         saved.update({file.name: file.read_bytes() for file in (folder / "run").iterdir()})
-        if way == "loss": return nll(logits, y, *rest) * math.inf
-        logits.register_hook(lambda grad: grad * math.nan)  # the loss is still sound
+        loss, grad = nll(logits, y, *rest)
+        if way == "loss": return loss * math.inf, grad
         if at != 8: os.kill(os.getpid(), signal.SIGTERM)  # not a step that is looked at, but the last one before a stop
-        return nll(logits, y, *rest)
+        return loss, grad * math.nan  # the loss is still sound
     monkeypatch.setattr(module, "nll", broken)
     with pytest.raises(SystemExit) as stop: module.main([*train_flags(folder), "--steps", "12", *small(name), "--out", str(folder / "run")])
     stderr, sizes = capsys.readouterr().err, {k: 2 * v for k, v in SCRIPTS[name][1].items()}
@@ -1200,7 +1215,7 @@ def test_bad_checkpoints(name, files, monkeypatch, capsys):
     sound, use = (folder / name / "model.pt").read_bytes(), lambda out: ["--align", "train.en", "train.fr", "--out", out, "--device", "cpu"]
     pickled = io.BytesIO()
     torch.save({"script": name, "config": {}, "words": [[], []], "model": Malicious()}, pickled)
-    with zipfile.ZipFile(folder / name / "model.pt") as parts: weights = max(parts.infolist(), key=lambda info: info.file_size)
+    with zipfile.ZipFile(folder / name / "model.pt") as parts: weights = max((part for part in parts.infolist() if "/data/" in part.filename), key=lambda info: info.file_size)  # not the pickle
     middle = weights.header_offset + 30 + sum(struct.unpack("<HH", sound[weights.header_offset + 26:][:4])) + weights.file_size // 2
     def torn(**changes):
         file, content = io.BytesIO(), torch.load(folder / name / "model.pt", weights_only=True)
@@ -1544,3 +1559,81 @@ def test_readme_diff_is_true():
     lines = [line for line in excerpt.split("\n") if line]
     assert len(lines) > 20
     for line in lines: assert any(code.split("  #")[0].rstrip() == line[1:] for code in text[line[0]]), line
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------------
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GRAPHS = [("seq2seq_lstm", {}), ("bahdanau", {}), ("bahdanau", dict(optimizer="adadelta", lr=1.0)), ("luong", {}), ("luong", dict(optimizer="sgd", lr=0.5)),
+          ("luong", dict(input_feeding=True, attention="local-p")), ("transformer", dict(warmup=10))]
+
+
+def on_gpu(name, batches, graphed, seeds=None, **changes):
+    """Losses, weights and greedy translations after a step a batch, replayed from graphs or done launch by launch."""
+    module, sizes = importlib.import_module(name), {k: v if k in ("layers", "heads", "D") else 8 * v for k, v in SCRIPTS[name][1].items()}
+    torch.manual_seed(0)
+    cfg = module.Config(**dict(src_vocab=13, tgt_vocab=11, dropout=0.0, steps=60) | sizes | changes)
+    model, recorded = module.Model(cfg).cuda(), []
+    with pytest.MonkeyPatch.context() as patch:
+        record = module.record if graphed else lambda f, inputs, graphs, most: (lambda: f(*inputs), inputs)
+        patch.setattr(module, "record", lambda f, inputs, graphs, most: (record(f, inputs, graphs, most), recorded.append([g for g in graphs.values() if g]))[0])
+        step, losses = module.make_train_step(model, cfg), []
+        for n, (src, tgt) in enumerate(batches):
+            if seeds: torch.manual_seed(seeds[n])
+            losses.append(step(src.cuda() if n % 2 else src, tgt.cuda() if n % 2 else tgt).item())
+        trained, wide = len(recorded), [batches[k][0].cuda() for k in (0, 1, 0, 0, 2, 1)]
+        tokens = [module.greedy(model, src, 3 + n % 2).tolist() for n, src in enumerate(wide)]
+    assert bool(any(recorded[:trained])) == bool(any(recorded[trained:])) == graphed
+    return losses, [p.detach().cpu() for p in model.parameters()], tokens
+
+
+def even(seed):
+    """Some shapes in any order, the sources of each batch of one length."""
+    r, out = random.Random(seed), []
+    for n in range(50):
+        src, tgt = sentences(seed + n, *r.choice([(4, 5, 6), (3, 7, 6), (4, 5, 9)]))
+        out.append((torch.randint(4, 13, src.shape, generator=torch.Generator().manual_seed(n)), tgt))
+    return out
+
+
+@cuda
+@pytest.mark.parametrize("name, changes", GRAPHS)
+def test_graphs_change_nothing(name, changes):
+    """50 steps over shapes in any order and greedy decoding: from graphs as without them, to bf16's rounding."""
+    (losses, weights, tokens), (losses_2, weights_2, tokens_2) = (on_gpu(name, even(1), graphed, **changes) for graphed in (True, False))
+    assert sum(losses[-10:]) < sum(losses[:10]) and tokens == tokens_2
+    close(torch.tensor(losses), torch.tensor(losses_2), 1e-2)
+    for a, b in zip(weights, weights_2): close(a, b, 1e-2)
+
+
+@cuda
+@pytest.mark.parametrize("name, changes", GRAPHS)
+def test_the_seed_decides_on_a_gpu(name, changes):
+    """The dropout of a replayed step is that of the seed set before it, so that a run can be gone on with."""
+    runs = [on_gpu(name, even(2), graphed, seeds, dropout=0.3, **changes)[0] for graphed, seeds in
+            ((True, range(50)), (True, range(50)), (False, range(50)), (True, range(1, 51)))]
+    assert runs[0] == runs[1] != runs[3]
+    close(torch.tensor(runs[0]), torch.tensor(runs[2]), 1e-2)
+
+
+@cuda
+@scripts
+def test_padded_sources_on_a_gpu(name, monkeypatch):
+    """Sources of several lengths are not recorded, and give the loss they give on a CPU."""
+    module, cfg, model = build(name)
+    src, tgt = sentences(1)
+    model, other = model.float(), build(name)[2].float().cuda()
+    steps = module.make_train_step(model, cfg), module.make_train_step(other, cfg)
+    record = module.record
+    monkeypatch.setattr(module, "record", lambda f, inputs, graphs, most: record(f, inputs, graphs, most) if not graphs else pytest.fail("recorded"))
+    for _ in range(3): assert steps[0](src, tgt).item() == pytest.approx(steps[1](src, tgt).item(), rel=0.1)
+
+
+@cuda
+@scripts
+def test_a_run_on_a_gpu(name, files, capsys):
+    """The command line, from training to the last line of the log, and a translation."""
+    (folder, _), module = files, importlib.import_module(name)
+    module.main([*train_flags(folder), "--steps", "30", *small(name), "--device", "cuda", "--out", str(folder / "run")])
+    lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    assert lines[-1]["final"] and [line["step"] for line in lines[:-1]] == [*range(4, 29, 4), 30] and lines[-2]["loss"] < lines[0]["loss"]

@@ -13,11 +13,11 @@ Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762
     PE(pos, 2i), PE(pos, 2i+1) = sin, cos(pos / 10000^(2i/d_model))                                  3.5
     lrate = d_model^-0.5 min(step^-0.5, step warmup^-1.5)                                            (3)
 
-    python transformer.py                        built-in corpus: BLEU 96, AER 0.084 after 106 s on two CPU cores
+    python transformer.py                        built-in corpus: BLEU 96, AER 0.091 after 97 s on two CPU cores
     python transformer.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 
-The alignment it draws is the attention from decoder to encoder in the last layer, the mean of its heads: of the default's two
-layers, of four and of six (one short run each) the one with the lowest AER on the valid split.
+The alignment it draws is the last layer's attention to the source, the mean of its heads: of two layers, of four and of six
+(one short run each) the one with the lowest AER on the valid split.
 
 Deviations from the paper
 - Words are what stands between spaces, so that nothing else is needed; the paper's are 37,000 pieces of words (byte pairs).
@@ -25,8 +25,9 @@ Deviations from the paper
 - bf16 on CUDA, for speed. Decoding is greedy, to be simple; the paper's is a beam search over averaged checkpoints.
 - Without --paper: small, no dropout, two vocabularies, a learning rate that also falls to 0: it learns in two minutes.
 """
-import argparse, dataclasses, html, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, zipfile, zlib
+import argparse, copy, dataclasses, html, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, weakref, zlib
 from pathlib import Path
+from zipfile import ZipFile
 import numpy as np, torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from tqdm import tqdm
 import data
@@ -56,12 +57,10 @@ class Config:
     min_count: int = 1      # rarer words become <unk>
     joint: bool = False     # one vocabulary for both languages, of --src-vocab words, and one matrix for both embeddings
     seed: int = 1           # of all that is random
-
     def __post_init__(self):
         if self.d_model % self.heads or self.d_model % 2:
             raise data.InputError(f"--d-model {self.d_model}: must be even, and a multiple of --heads {self.heads}")
         if not 0 <= self.align_layer <= self.layers: raise data.InputError(f"--align-layer: one of layers 1 to {self.layers}")
-
     @classmethod
     def paper(cls, **overrides):
         """The base model of table 3. One vocabulary for both languages, as in section 5.1, unless their sizes differ."""
@@ -76,24 +75,19 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, d_model, heads):
         super().__init__()
         self.heads = heads
-        self.W_Q, self.W_K, self.W_V, self.W_O = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
-
+        self.W_QKV = nn.Linear(d_model, 3 * d_model, bias=False)  # W^Q, W^K, W^V of all heads in one matrix
+        self.W_O = nn.Linear(d_model, d_model, bias=False)
     @staticmethod
-    def attention(Q, K, V, mask=None, causal=False, need_alpha=False):            # Q (B,h,T,d_k)  K, V (B,h,S,d_k)
-        """mask (B,1,1,S) is True where nobody may look; causal: nobody looks ahead. One or the other."""
-        if not need_alpha:                                        # eq. (1) in one kernel, which keeps the weights to itself
-            return F.scaled_dot_product_attention(Q, K, V, None if mask is None else ~mask, is_causal=causal), None
-        if causal: mask = torch.ones(Q.size(2), K.size(2), dtype=torch.bool, device=Q.device).triu(1)
-        scores = Q @ K.mT / math.sqrt(Q.size(-1))                                 # (B,h,T,S)
-        if mask is not None: scores = scores.masked_fill(mask, -torch.inf)
-        alpha = scores.softmax(-1)
-        return alpha @ V, alpha                                                   # eq. (1)   (B,h,T,d_k), (B,h,T,S)
-
-    def split(self, x): return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B,T,d_model) -> (B,h,T,d_k)
-    def keys_values(self, x): return self.split(self.W_K(x)), self.split(self.W_V(x))
-
-    def forward(self, q, K, V, mask=None, causal=False, need_alpha=False):        # q (B,T,d_model)
-        heads, alpha = self.attention(self.split(self.W_Q(q)), K, V, mask, causal, need_alpha)
+    def attention(Q, K, V, mask, need_alpha=False):                               # Q (B,h,T,d_k)  K, V (B,h,S,d_k)
+        """mask is 0, or minus infinity where nobody may look; of shape (T,S), or (B,1,1,S): the same for all queries."""
+        if not need_alpha: return F.scaled_dot_product_attention(Q, K, V, mask), None   # fused: the weights stay inside
+        alpha = (Q @ K.mT / math.sqrt(Q.size(-1)) + mask).softmax(-1)             # (B,h,T,S)
+        return alpha @ V, alpha                                                   # eq. (1)   (B,h,T,d_k)
+    def project(self, x, first=0, last=3):                        # x W^Q, x W^K, x W^V, all or some   (B,T,1 to 3,h,d_k)
+        W = self.W_QKV.weight[first * x.size(-1):last * x.size(-1)]
+        return F.linear(x, W).unflatten(-1, (last - first, self.heads, -1))
+    def forward(self, Q, K, V, mask, need_alpha=False):                           # Q (B,T,h,d_k)  K, V (B,S,h,d_k)
+        heads, alpha = self.attention(*(x.transpose(1, 2) for x in (Q, K, V)), mask, need_alpha)
         return self.W_O(heads.transpose(1, 2).flatten(2)), alpha                  # section 3.2.2
 
 def feed_forward(cfg):
@@ -105,9 +99,8 @@ class EncoderLayer(nn.Module):
         self.self_attention = MultiHeadAttention(cfg.d_model, cfg.heads)
         self.ffn, self.drop = feed_forward(cfg), nn.Dropout(cfg.dropout)
         self.norm_1, self.norm_2 = (nn.LayerNorm(cfg.d_model) for _ in range(2))
-
     def forward(self, x, mask):                                                   # x (B,S,d_model)
-        a, _ = self.self_attention(x, *self.self_attention.keys_values(x), mask)
+        a, _ = self.self_attention(*self.self_attention.project(x).unbind(2), mask)
         x = self.norm_1(x + self.drop(a))                                         # LayerNorm(x + Sublayer(x)), section 3.1
         return self.norm_2(x + self.drop(self.ffn(x)))
 
@@ -117,15 +110,15 @@ class DecoderLayer(nn.Module):
         self.self_attention, self.attention = (MultiHeadAttention(cfg.d_model, cfg.heads) for _ in range(2))
         self.ffn, self.drop = feed_forward(cfg), nn.Dropout(cfg.dropout)
         self.norm_1, self.norm_2, self.norm_3 = (nn.LayerNorm(cfg.d_model) for _ in range(3))
-
-    def forward(self, y, past, source, mask, need_alpha=False):                   # y (B,T,d_model)
-        K, V = self.self_attention.keys_values(y)
-        if past is not None: K, V = (torch.cat(pair, 2) for pair in zip(past, (K, V)))   # the cache: one word more
-        a, _ = self.self_attention(y, K, V, causal=past is None)                  # each word sees those before, section 3.2.3
+    def forward(self, y, ahead, source, mask, t=None, past=None, need_alpha=False):   # y (B,T,d_model), or its t-th word alone
+        Q, K, V = (QKV := self.self_attention.project(y)).unbind(2)
+        if past is not None: K, V = past.scatter_(1, t.expand_as(QKV[:, :, 1:]), QKV[:, :, 1:]).unbind(2)   # past: those before
+        a, _ = self.self_attention(Q, K, V, ahead)                                # each word sees those before, section 3.2.3
         y = self.norm_1(y + self.drop(a))
-        c, alpha = self.attention(y, *source, mask, need_alpha=need_alpha)        # source: K and V
+        Q, (K, V) = self.attention.project(y, 0, 1).squeeze(2), source.unbind(2)
+        c, alpha = self.attention(Q, K, V, mask, need_alpha)
         y = self.norm_2(y + self.drop(c))
-        return self.norm_3(y + self.drop(self.ffn(y))), (K, V), alpha
+        return self.norm_3(y + self.drop(self.ffn(y))), alpha
 
 class Transformer(nn.Module):
     def __init__(self, cfg):
@@ -138,130 +131,158 @@ class Transformer(nn.Module):
         self.decoder, self.drop = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.layers)), nn.Dropout(cfg.dropout)
         for name, p in self.named_parameters():
             if name.startswith("E_"): nn.init.normal_(p, 0, cfg.d_model ** -0.5)
-            elif p.ndim > 1: nn.init.xavier_uniform_(p)
+            elif p.ndim > 1: [nn.init.xavier_uniform_(W) for W in (p.chunk(3) if "QKV" in name else [p])]
             elif name.endswith("bias"): nn.init.zeros_(p)
-
-    def embed(self, E, words, first=0):
-        x = E(words) * math.sqrt(self.d_model)                                    # section 3.4
-        exact = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float))   # bf16 cannot count to 300
-        pos = torch.arange(first, first + words.size(1), **exact).unsqueeze(1)
-        angle = pos / 10000 ** (torch.arange(0, self.d_model, 2, **exact) / self.d_model)
-        PE = torch.stack([angle.sin(), angle.cos()], -1).flatten(1)               # section 3.5   (T,d_model)
-        return self.drop(x + PE.to(x.dtype))
-
+    def tables(self, n):                                          # of n positions: PE, and a mask over what is ahead of each
+        exact = dict(device=self.E_y.weight.device, dtype=torch.promote_types(self.E_y.weight.dtype, torch.float))
+        angle = torch.arange(n, **exact).unsqueeze(1) / 10000 ** (torch.arange(0, self.d_model, 2, **exact) / self.d_model)
+        PE = torch.stack([angle.sin(), angle.cos()], -1).flatten(1)               # section 3.5   (n,d_model)
+        ahead = torch.full((n, n), -torch.inf, **exact).triu(1)                   # section 3.2.3   (n,n)
+        return PE.to(self.E_y.weight.dtype), ahead.to(self.E_y.weight.dtype)      # but bf16 cannot count to 300
+    def embed(self, E, words, PE): return self.drop(E(words) * math.sqrt(self.d_model) + PE)      # section 3.4, 3.5
     def encode(self, src):
-        mask, x = (src == PAD)[:, None, None], self.embed(self.E_x, src)          # (B,1,1,S), (B,S,d_model)
+        x = self.embed(self.E_x, src, self.tables(src.size(1))[0])                # (B,S,d_model)
+        mask = x.new_zeros(src.shape).masked_fill(src == PAD, -torch.inf)[:, None, None]          # (B,1,1,S)
         for layer in self.encoder: x = layer(x, mask)
-        return [layer.attention.keys_values(x) for layer in self.decoder], mask
-
-    def start(self, memory): return [None for _ in self.decoder]  # each layer's K and V of the target so far
-
-    def decode(self, y, state, memory, need_alpha=False):                         # y (B,T): the whole target, or the next word
-        sources, mask = memory
-        first = 0 if state[0] is None else state[0][0].size(2)    # y's position: as many words are in the cache
-        y, new, alphas = self.embed(self.E_y, y, first), [], []
-        for n, (layer, past, source) in enumerate(zip(self.decoder, state, sources), 1):
-            y, past, alpha = layer(y, past, source, mask, need_alpha and n == self.align_layer)
-            new.append(past), alphas.append(alpha)
-        return F.linear(y, self.E_y.weight), new, alphas[self.align_layer - 1]    # section 3.4   (B,T,V)
-
+        return mask, *(layer.attention.project(x, 1) for layer in self.decoder)
+    def start(self, memory, room=256):                            # t = 0, and room for K and V of so many words in each layer
+        caches = (KV.new_zeros(KV.size(0), room, *KV.shape[2:]) for KV in memory[1:])
+        return torch.zeros(1, dtype=torch.long, device=memory[0].device), *self.tables(room), *caches
+    def decode(self, y, memory, PE, ahead, t=None, caches=None, need_alpha=False):   # y (B,T): all the target, or its t-th word
+        (mask, *sources), y, alphas = memory, self.embed(self.E_y, y, PE), []
+        for n, (layer, source, past) in enumerate(zip(self.decoder, sources, caches or sources), 1):
+            y, alpha = layer(y, ahead, source, mask, t, past if caches else None, need_alpha and n == self.align_layer)
+            alphas.append(alpha)
+        return F.linear(y, self.E_y.weight), alphas[self.align_layer - 1]         # section 3.4   (B,T,V)
     def step(self, y, state, memory):                                             # y (B,)
-        logits, state, _ = self.decode(y.unsqueeze(1), state, memory)
-        return logits.squeeze(1), state
-
+        t, PE, ahead, *caches = state
+        logits, _ = self.decode(y.unsqueeze(1), memory, PE[t], ahead[t], t, caches)
+        return logits.squeeze(1), (t + 1, PE, ahead, *caches)
     def forward(self, src, tgt_in, need_alpha=False):
-        memory = self.encode(src)
-        logits, _, alpha = self.decode(tgt_in, self.start(memory), memory, need_alpha)
+        logits, alpha = self.decode(tgt_in, self.encode(src), *self.tables(tgt_in.size(1)), need_alpha=need_alpha)
         return (logits, alpha.mean(1)) if need_alpha else logits
 
 def make_optimizer(model, cfg):
     return torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9)      # section 5.3; the rate is eq. (3)'s
-
 def learning_rate(cfg, step):
     rate = cfg.lr * cfg.d_model ** -0.5 * min(step ** -0.5, step * cfg.warmup ** -1.5)                # eq. (3)
     return rate * max(1 - (step - 1) / cfg.steps, 0) if cfg.cooldown else rate
-
-Model = Transformer
+Model, Parts = Transformer, (EncoderLayer, DecoderLayer)       # Parts: what torch.compile fuses, if there are steps enough
 
 # ---- the same in every script from here on ----
 
-def autocast(x): return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda)
 def ranks(): return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def one_length(src):  # is no source padded? While a graph is recorded nobody can look, but only such are: see make_train_step
+    return src.is_cuda and torch.cuda.is_current_stream_capturing() or bool((src[:, -1] != PAD).all())
+def twin(model):  # what computes: on CUDA a model like it in bf16, with weights still to be copied; elsewhere the model itself
+    if not next(model.parameters()).is_cuda: return model
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention makes a plan for every new shape, and takes long over it
+    with torch.inference_mode(False): copied = copy.deepcopy(model).half()  # LSTMs lay out half for cuDNN, but not bf16
+    for p in copied.parameters(): p.data = p.data.view(torch.bfloat16)
+    return copied
 
-def nll(logits, y, smoothing=0.0):
-    """Negative log-likelihood of each sentence of y (B,T), label-smoothed if asked, summed over all that is not padding."""
-    logits, how = logits.flatten(0, 1).float(), dict(ignore_index=PAD, reduction="none", label_smoothing=smoothing)
-    return F.cross_entropy(logits, y.flatten(), **how).view_as(y).sum(1)
+def record(f, inputs, graphs, most):
+    """(g, places): g() is f(*places), and places hold the inputs. On CUDA, when inputs of these shapes come a second time, f is
+    recorded as a graph; from then on g replays it: one launch in place of thousands."""
+    key = tuple(x.shape for x in inputs)
+    if key not in graphs or not inputs[0].is_cuda:
+        if len(graphs) >= most: graphs.popitem()  # the newest makes room: those that come often came first
+        graphs[key] = None
+        return lambda: f(*inputs), inputs
+    if not graphs[key]:
+        places, graph, pool = [x.clone() for x in inputs], torch.cuda.CUDAGraph(), [g[0].pool() for g in graphs.values() if g]
+        with torch.cuda.device_of(inputs[0]), torch.cuda.graph(graph, *pool[:1], capture_error_mode="relaxed"):
+            graphs[key] = graph, places, f(*places)
+    graph, places, out = graphs[key]
+    for place, x in zip(places, inputs): place.copy_(x)
+    return lambda: graph.replay() or out, places
+def nll(logits, y, smoothing=0.0, scale=1.0):
+    """Negative log-likelihood of y (B,T), label-smoothed if asked, 0 for padding; and scale times its gradient at the logits:
+    p - q, q the smoothed target. By hand: autograd would make float32 copies of all the logits."""
+    z, y, exact, V = logits.detach(), y.unsqueeze(-1), torch.promote_types(logits.dtype, torch.float), logits.size(-1)
+    top, z_y, weight = z.amax(-1, keepdim=True), z.gather(-1, y).to(exact), (y != PAD) * scale               # (B,T,1) each
+    p = (z - top).exp_()                                                                                     # (B,T,V)
+    log_total = (total := p.sum(-1, True, dtype=exact)).log() + top
+    loss = log_total - (1 - smoothing) * z_y - (smoothing * z.mean(-1, True, dtype=exact) if smoothing else 0)
+    grad = torch.addcmul((weight * -smoothing / V).to(p.dtype), p, (weight / total).to(p.dtype), out=p)      # all but y's own
+    grad.scatter_(-1, y, (((z_y - log_total).exp() - (1 - smoothing) - smoothing / V) * weight).to(p.dtype))
+    return (loss * (y != PAD)).squeeze(-1), grad
 
 def make_train_step(model, cfg, optimizer=None):
-    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16.
-    The learning rate is that of learning_rate(cfg, 1), (cfg, 2), ...; the optimizer keeps the count."""
-    optimizer, (_, world) = optimizer or make_optimizer(model, cfg), ranks()
-    net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
-
-    def step(src, tgt):
-        model.train()
-        with autocast(src): loss = nll(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing).sum()
-        total = torch.stack([loss.detach(), (tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()])
-        if world > 1: dist.all_reduce(total)  # a token weighs the same on whichever process it is
-        loss = loss / total[1 if cfg.per == "token" else 2]
-        (loss * world).backward()  # times world: DistributedDataParallel takes the mean of the processes, wanted is the sum
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-        for group in optimizer.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            group["lr"] = learning_rate(cfg, group["step"])
+    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16, weights in float32."""
+    optimizer, (_, world), device = optimizer or make_optimizer(model, cfg), ranks(), next(model.parameters()).device
+    cuda, graphs, inner, loss_fn = device.type == "cuda", {}, twin(model), nll
+    weights, copies = list(model.parameters()), list(inner.parameters())
+    if cuda and cfg.steps >= 50000:  # that many win back the minute that compiling takes
+        torch._dynamo.config.suppress_errors, loss_fn = True, torch.compile(nll)
+        for part in inner.modules(): isinstance(part, Parts) and part.compile()
+    net = nn.parallel.DistributedDataParallel(inner) if world > 1 else inner
+    for p in weights: p.grad = torch.zeros_like(p) if cuda else None
+    for g in optimizer.param_groups: g.update(lr=torch.zeros((), device=device) if cuda else 0.0, capturable=cuda, fused=cuda)
+    def update(src, tgt):
+        with torch.no_grad(): cuda and torch._foreach_copy_(copies, weights)
+        count, logits = torch.stack([(tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()]), net(src, tgt[:, :-1])
+        if world > 1: dist.all_reduce(count)  # a token weighs the same on whichever process it is
+        scale = world / count[0 if cfg.per == "token" else 1]  # times world: DistributedDataParallel takes the processes' mean
+        loss, grad = loss_fn(logits, tgt[:, 1:], cfg.smoothing, scale)
+        logits.backward(grad)
+        if cuda: torch._foreach_copy_([p.grad for p in weights], [p.grad for p in copies])
+        if cfg.clip < math.inf: nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total[0] / total[1]
+        inner.zero_grad(set_to_none=True)
+        loss = loss.sum() / count[0]
+        if world > 1: dist.all_reduce(loss)
+        return loss
+    def step(src, tgt):
+        inner.training or inner.train()
+        for group in optimizer.param_groups:
+            group["step"] = n = group.get("step", 0) + 1  # the optimizer keeps the count
+            group["lr"] = group["lr"].fill_(learning_rate(cfg, n)) if cuda else learning_rate(cfg, n)
+        again = graphs if world == 1 and one_length(src) else {}
+        src, tgt = ((x.pin_memory() if cuda and not x.is_cuda else x).to(device, non_blocking=cuda) for x in (src, tgt))
+        return record(update, (src, tgt), again, most=256)[0]().clone()
     return step
+def greedy(model, src, max_len, kept=weakref.WeakKeyDictionary()):
+    """The likeliest word after word: (B,T'), EOS kept, PAD after it. max_len, one for all or one each, counts EOS."""
+    net, graphs = src.is_cuda and kept.get(model) or (twin(model).eval(), {})
+    if net is not model: kept[model] = net, graphs
+    def step(out, y, t, left, *rest):  # all of them changed in place
+        logits, state = net.step(y, rest[n:], rest[:n])
+        y.copy_(logits.argmax(-1).masked_fill_(left <= 0, PAD))
+        out.scatter_(1, t.expand(len(y), 1), y.unsqueeze(1)), t.add_(1), left.sub_(1).masked_fill_((y == EOS) | (y == PAD), 0)
+        for old, new in zip(rest[n:], state): old.copy_(new)
+    with torch.inference_mode():
+        if net is not model: torch._foreach_copy_(list(net.parameters()), list(model.parameters()))
+        left, memory = torch.as_tensor(max_len, device=src.device).expand(len(src)).clone(), net.encode(src)
+        longest, n = int(left.max()), len(memory)
+        room = longest + -longest % 8  # eights: more shapes come again
+        places = (src.new_full((len(src), room), PAD), src.new_full((len(src),), BOS), src.new_zeros(1), left)
+        places += (*memory, *net.start(memory, room))
+        for t in range(longest):
+            if (t % 8 == 0 or not src.is_cuda) and (places[3] <= 0).all(): break  # rarely: to look is to wait for the GPU
+            if t < 2: go, places = record(step, places, graphs, most=1)
+            go()
+    return (out := places[0])[:, :max(int((out != PAD).sum(1).max()), min(longest, 1))].clone()
 
 @torch.no_grad()
-def greedy(model, src, max_len):
-    """The likeliest word after word, for all sentences at once: (B,T'), EOS kept, PAD after it.
-    max_len, one for all or one each, counts EOS. No sentence's result depends on its batchmates."""
-    model.eval()
-    limit = torch.as_tensor(max_len, device=src.device).expand(src.size(0))
-    out = src.new_full((src.size(0), int(limit.max())), PAD)
-    with autocast(src):
-        memory = model.encode(src)
-        state, y, done = model.start(memory), torch.full_like(src[:, 0], BOS), limit <= 0
-        for t in range(out.size(1)):
-            if done.all(): return out[:, :t]
-            logits, state = model.step(y, state, memory)
-            out[:, t] = y = logits.argmax(-1).masked_fill(done, PAD)
-            done = done | (y == EOS) | (y == PAD) | (t + 1 >= limit)
-    return out
-
-@torch.no_grad()
-def align(model, src, tgt):  # alpha (B,T,S) of a given target, in one forced pass
-    model.eval()
-    return model(src, tgt[:, :-1], need_alpha=True)[1]
-
+def align(model, src, tgt): return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]  # alpha (B,T,S) of a given target
 def each(use, model, pairs, vocabularies):  # use(src, tgt) of all pairs, like lengths in a batch: a result a pair, in order
     bitext, device, out = data.Bitext(pairs, vocabularies), next(model.parameters()).device, [None for _ in pairs]
     for rows in bitext.cut(tokens=4096):
-        results = use(*(torch.from_numpy(x).to(device) for x in bitext.batch(rows)))
-        for row, result in zip(rows, results): out[row] = result
+        for row, result in zip(rows, use(*(torch.from_numpy(x).to(device) for x in bitext.batch(rows)))): out[row] = result
     return out
-
 def translate(model, sentences, vocabularies):
-    def use(src, _):
-        n = (src != PAD).sum(1) - 1
-        return greedy(model, src, (2 * n + 10) * (n > 0)).tolist()
+    use = lambda src, _: greedy(model, src, (2 * (n := (src != PAD).sum(1)) + 8) * (n > 1)).tolist()  # n counts EOS
     found = each(use, model, [(words, []) for words in sentences], vocabularies)
     return [[vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)] for ids in found]
-
 def alignments(model, pairs, vocabularies):  # alpha of each pair, target words and EOS by source words and EOS
     found = each(lambda src, tgt: align(model, src, tgt).float().cpu().numpy(), model, pairs, vocabularies)
     return [alpha[:len(target) + 1, :len(source) + 1] for alpha, (source, target, *_) in zip(found, pairs)]
-
 @torch.no_grad()
 def loss_of(model, pairs, vocabularies):  # per target token, EOS counted
-    def use(src, tgt):
-        with autocast(src): return nll(model(src, tgt[:, :-1]), tgt[:, 1:]).tolist()
-    model.eval()
-    return sum(each(use, model, pairs, vocabularies)) / sum(len(p[1]) + 1 for p in pairs)
-
+    loss = lambda logits, y: F.cross_entropy(logits.mT, y, ignore_index=PAD, reduction="none").sum(1).tolist()
+    found = each(lambda src, tgt: loss(model.eval()(src, tgt[:, :-1]), tgt[:, 1:]), model, pairs, vocabularies)
+    return sum(found) / sum(len(p[1]) + 1 for p in pairs)
 def evaluate(model, pairs, vocabularies):  # greedy translations against the references, alignments against gold, if any
     hypotheses, buckets = translate(model, [p[0] for p in pairs], vocabularies), {}
     for (source, target, *_), hypothesis in zip(pairs, hypotheses):
@@ -274,13 +295,11 @@ def evaluate(model, pairs, vocabularies):  # greedy translations against the ref
 def links(alpha):  # {(source index, target index), ...}: each target word's maximum; EOS, last of both, has no link
     return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
 def pharaoh(alpha): return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
-
 def heatmap(source, target, alpha):  # in the terminal: a column a source word, a row a target word
     high, wide = (max(map(len, words), default=0) for words in (source, target))
     head = [" " * (wide + 1) + " ".join(word.rjust(high)[k] for word in source) for k in range(high)]
     shade = lambda row: "".join(" ░▒▓█"[min(int(5 * a), 4)] * 2 for a in row[:len(source)])
     return "\n".join(head + [word.rjust(wide) + " " + shade(row) for word, row in zip(target, alpha)])
-
 def svg(source, target, alpha):  # the same as a picture, readable on light and dark
     left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
     style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
@@ -292,17 +311,13 @@ def svg(source, target, alpha):  # the same as a picture, readable on light and 
     parts += [f'<rect x="{left + 22 * j}" y="{top + 22 * i}" width="21" height="21" opacity="{0.07 + 0.93 * alpha[i, j]:.2f}"/>'
               for i in range(len(target)) for j in range(len(source))]
     return "\n".join([*parts, "</svg>\n"])
-
-def dump(path, pairs, alphas):
-    """path.npz: the soft weights; path.txt: Pharaoh links, a line a pair; path.svg: the first pair as a picture."""
+def dump(path, pairs, alphas):  # .npz: the soft weights; .txt: Pharaoh links, a line a pair; .svg: the first pair as a picture
     sides = {side: [" ".join(pair[k]) for pair in pairs] for k, side in enumerate(("source", "target"))}
     np.savez_compressed(soft := io.BytesIO(), **sides, **{f"alpha_{k}": alpha for k, alpha in enumerate(alphas)})
     save(f"{path}.npz", soft.getvalue())
     save(f"{path}.txt", "".join(pharaoh(alpha) + "\n" for alpha in alphas).encode())
     save(f"{path}.svg", svg(*pairs[0][:2], alphas[0]).encode())
-
-def save(path, content):
-    """Whole or not at all: written beside the old file, then put in its place. Of several processes the first one writes."""
+def save(path, content):  # whole or not at all: beside the old file, then in its place; of several processes the first one does
     part = Path(f"{path}.tmp")
     if ranks()[0]: return
     try:
@@ -310,12 +325,11 @@ def save(path, content):
         os.replace(part, path)
     except OSError as error: raise data.InputError(f"{path}: not written, {error.strerror}; what was there is whole") from None
     finally: part.unlink(missing_ok=True)
-
-def load(path, device, flags={}, keys=("model",)):
-    """(checkpoint, vocabularies) of a run of this script. A few flags may be new; the others make the run what it is."""
+def note(out, log): save(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
+def load(path, device, flags={}, keys=("model",)):  # (checkpoint, vocabularies); a few flags may be new, the others are the run
     if not path.exists(): raise data.InputError(f"{path}: no such file; train first, or name the run's folder with --out")
     try:
-        with zipfile.ZipFile(path) as parts: fault = parts.testzip()  # torch.load would not notice a changed byte
+        with ZipFile(path) as parts: fault = parts.testzip()  # torch.load would not notice a changed byte
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         script, config, words = (checkpoint[key] for key in ("script", "config", "words"))
         if script == Path(__file__).stem: Config(**config), [checkpoint[key] for key in keys]
@@ -330,49 +344,43 @@ def load(path, device, flags={}, keys=("model",)):
 def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
     """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on exactly."""
     (rank, world), device, optimizer, noted = ranks(), next(model.parameters()).device, make_optimizer(model, cfg), []
-    now, words = {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "log": []}, [v.words for v in vocabularies]
+    now = resume["now"] if resume else {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "log": []}
     text = [world, zlib.crc32(repr([pair[:2] for pair in valid]).encode()), *map(zlib.crc32, corpus.tokens)]  # to know it again
-    if resume:
-        if resume["text"] != text: raise data.InputError(f"{out}: has another text or number of processes; give the same")
-        for part in (model, optimizer): part.load_state_dict(resume["model" if part is model else "optimizer"])
-        now = resume["now"]
-
+    if resume and resume["text"] != text: raise data.InputError(f"{out}: had another text or number of processes; give that")
+    if resume: model.load_state_dict(resume["model"]), optimizer.load_state_dict(resume["optimizer"])
     def keep(name):
-        content = {"script": Path(__file__).stem, "config": vars(cfg), "words": words, "model": model.state_dict()}
+        content = {"script": Path(__file__).stem, "config": vars(cfg), "words": [v.words for v in vocabularies]}
         if name == "last.pt": content |= {"optimizer": optimizer.state_dict(), "now": now, "text": text}
-        torch.save(content, memory := io.BytesIO())  # not to the file: torch.save crashes when the disk is full
+        torch.save(content | {"model": model.state_dict()}, memory := io.BytesIO())  # torch.save crashes when the disk is full
         save(out / name, memory.getbuffer())
-
     if not resume: keep("last.pt")
     before = {n: signal.signal(n, lambda n, _: noted.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
-    train_step, clock, told = make_train_step(model, cfg, optimizer), time.perf_counter(), False
+    train_step, clock, told, late = make_train_step(model, cfg, optimizer), time.perf_counter(), False, []
+    even, score = device.type == "cuda" and world == 1, math.nan  # even: shapes come again, see record
     with tqdm(total=cfg.steps, initial=now["step"], unit="step", disable=True if rank else None) as bar:
         while now["step"] < cfg.steps and not told:
-            for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world):
+            for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world, even):
                 torch.manual_seed(hash((cfg.seed, rank, now["step"])))  # so that no random state need be saved
-                loss = score = train_step(*(torch.from_numpy(x).to(device) for x in (src, tgt))).item()
+                loss = train_step(torch.from_numpy(src), torch.from_numpy(tgt))
                 count = torch.tensor([(src[tgt[:, 0] != PAD] != PAD).sum() + (tgt[:, 1:] != PAD).sum(), len(noted)])
                 if world > 1: dist.all_reduce(count)
-                now.update(step=now["step"] + 1, batch=now["batch"] + 1, tokens=now["tokens"] + int(count[0]))
-                rate, told = learning_rate(cfg, now["step"]), bool(count[1])
-                look = now["step"] % cfg.every == 0 or now["step"] == cfg.steps
-                if look or told: score = loss_of(model, valid, vocabularies)
-                if not math.isfinite(score):
-                    at = f"step {now['step']}, epoch {now['epoch']}, batch {now['batch']}, learning rate {rate:.2g}"
-                    raise data.InputError(f"{at}: the loss is {score}; {out}/last.pt is from before: --resume with lower --lr")
+                now.update(step=(step := now["step"] + 1), batch=now["batch"] + 1, tokens=now["tokens"] + int(count[0]))
+                rate, told, look = learning_rate(cfg, step), bool(count[1]), step == cfg.steps or step % cfg.every == 0
+                at = f"step {step}, epoch {now['epoch']}, batch {now['batch']}, learning rate {rate:.2g}"
+                late += [(at, loss)] + [(at, loss_of(model, valid, vocabularies)) for _ in range(look or told)]
+                for _ in range(len(late) * (look or told or len(late) > 20 * even)):  # seldom: reading waits for the GPU
+                    at, score = late.pop(0)
+                    if not math.isfinite(score): raise data.InputError(f"{at}: the loss is {score:f}; --resume with lower --lr")
                 now["seconds"], clock = now["seconds"] + time.perf_counter() - clock, time.perf_counter()
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False), bar.update()
+                bar.set_postfix(loss=f"{score:.3f}", refresh=False), bar.update()
                 if look and all(score < line["valid_loss"] for line in now["log"]): keep("model.pt")
-                now["log"] += [dict(step=now["step"], loss=loss, valid_loss=score, lr=rate, seconds=now["seconds"])] * look
+                if look: now["log"].append(dict(step=step, loss=float(loss), valid_loss=score, lr=rate, seconds=now["seconds"]))
                 if look or told: keep("last.pt"), note(out, now["log"])
-                if told or now["step"] == cfg.steps: break
+                if told or step == cfg.steps: break
             else: now.update(epoch=now["epoch"] + 1, batch=0)
     for number, handler in before.items(): signal.signal(number, handler)
     if noted or told: raise KeyboardInterrupt(f"stopped at step {now['step']}; repeat the command with --resume --out {out}")
     return now
-
-def note(out, log): save(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
-
 def train(args, device):
     begin, out, resume, new = time.perf_counter(), folder(args), None, not folder(args).exists()
     if args.resume: resume, vocabularies = load(out / "last.pt", device, args.config, ("model", "optimizer", "now", "text"))
@@ -401,28 +409,24 @@ def train(args, device):
     if ranks()[0] == 0: out.mkdir(parents=True, exist_ok=not new)  # two runs cannot both make it
     now = fit(model, cfg, corpus, valid, vocabularies, out, resume)
     if ranks()[0] == 0: report(model, cfg, test, example, vocabularies, device, out, now, begin)
-
 def report(model, cfg, test, example, vocabularies, device, out, now, begin):
     model.load_state_dict(load(out / "model.pt", device)[0]["model"])  # the best one
     scores, sources = evaluate(model, test, vocabularies), [example] + [p[0] for p in test[:99]]
-    pairs = list(zip(sources, translate(model, sources, vocabularies)))
-    alphas = alignments(model, pairs, vocabularies)
+    alphas = alignments(model, pairs := list(zip(sources, translate(model, sources, vocabularies))), vocabularies)
     dump(out / "align", pairs, alphas)
     seconds, speed, memory = time.perf_counter() - begin, now["tokens"] / now["seconds"], peak_memory(device)
     final = dict(final=True, **scores, seconds=seconds, tokens_per_second=speed, peak_memory_gib=memory, seed=cfg.seed)
     note(out, now["log"] + [final])
     print(f"\n{' '.join(pairs[0][0])}\n{' '.join(pairs[0][1])}\n\n{heatmap(*pairs[0], alphas[0])}\n")
-    print(f"{len(test):,} sentences: loss {final['loss']:.4f}, perplexity {final['ppl']:.3f}, BLEU {final['bleu']:.2f}"
-          + (f", AER {final['aer']:.3f}" if final["aer"] is not None else ""))
-    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in final["bleu_by_length"].items()))
+    print(f"{len(test):,} sentences: loss {scores['loss']:.4f}, perplexity {scores['ppl']:.3f}, BLEU {scores['bleu']:.2f}"
+          + (f", AER {scores['aer']:.3f}" if scores["aer"] is not None else ""))
+    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in scores["bleu_by_length"].items()))
     print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/", flush=True)
-
 def peak_memory(device):
-    if device.type == "cuda": return torch.cuda.max_memory_allocated(device) / 2**30
+    if device.type == "cuda": return torch.cuda.max_memory_reserved(device) / 2**30
     try: import resource
     except ImportError: return 0.0  # Windows does not tell
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
-
 def answer(args, device):  # --translate or --align: a line for each line, whatever it is, a thousand at a time
     checkpoint, vocabularies = load(folder(args) / "model.pt", device, args.config)
     model = Model(Config(**checkpoint["config"])).to(device)
@@ -458,32 +462,30 @@ def parse(argv):
         flag("--" + name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
     args = parser.parse_args(argv)
     args.config = {name: value for name, value in vars(args).items() if name in comments and value is not None}
-    five, zero, share = (5, 2**31), (0, 2**31), (0, 0.99)
-    bounds = dict(src_vocab=five, tgt_vocab=five, seed=zero, max_len=zero, align_layer=zero, dropout=share, smoothing=share)
+    lows = dict(src_vocab=5, tgt_vocab=5, seed=0, max_len=0, align_layer=0, dropout=0, smoothing=0)
+    highs = dict(dropout=0.99, smoothing=0.99, clip=math.inf)
     for name, value in ((name, value) for name, value in args.config.items() if type(value) in (int, float)):
-        low, high = bounds.get(name, (1, 2**31) if type(value) is int else (1e-9, math.inf if name == "clip" else 1e9))
+        low, high = lows.get(name, 1 if type(value) is int else 1e-9), highs.get(name, 2**31)
         if not low <= value <= high: fail(f"--{name} {value}: must be {low} to {high}".replace("_", "-"))
     if args.paper: args.config = vars(Config.paper(**args.config))
     return args
-
 def folder(args):  # --out or, without it, the next free folder to train in, or the last one to go on with or to use
-    if args.out: return args.out
     names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 1000)]
     taken = list(itertools.takewhile(Path.exists, names))
-    return (taken or names[:1])[-1] if args.translate or args.align or args.resume else names[len(taken)]
-
+    use = args.translate or args.align or args.resume
+    return args.out or ((taken or names[:1])[-1] if use else names[len(taken)])
 def warn(message):
     if os.environ.get("RANK", "0") == "0": print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
 def fail(message, status=2): sys.exit(warn(message) or status)
 
 def main(argv=None):
     if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
-    for use in (torch.backends.mkldnn.set_flags, torch.backends.cuda.enable_cudnn_sdp): use(False)  # slower with them: README
+    torch.backends.mkldnn.set_flags(False)  # slower with it: README
     try:
         args, process, gpus = parse(argv), os.environ.get("LOCAL_RANK"), torch.cuda.device_count()  # process: of torchrun's
         cuda = process and args.device == "cuda"
         if cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > gpus: raise data.InputError(f"--nproc_per_node={gpus} at most")
-        if cuda: torch.cuda.set_device(int(process))
+        if cuda or ":" in args.device: torch.cuda.set_device(int(process) if cuda else args.device)
         if process: dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         if ranks()[0]: sys.stdout = open(os.devnull, "w")  # the first one speaks
         if not (args.translate or args.align): train(args, torch.device(args.device))
@@ -495,6 +497,4 @@ def main(argv=None):
     except (RuntimeError, MemoryError) as error:
         if not re.search("out of memory|allocate|overflow", str(error)): raise
         fail("not enough memory; try fewer --tokens, or a smaller model")
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__": main()

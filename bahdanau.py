@@ -20,7 +20,7 @@ Deviations from the paper
   step 1.6 times as long on a GPU at the paper's sizes, 1.08 times on a CPU. The decoder's cell is the paper's own.
 - The deep output reads s_i, as in (4). With A.2.2's s_{i-1} the default run translates as well and aligns a little worse
   (AER 0.116 against 0.103, two seeds each).
-- A batch holds sentences of like length from the whole corpus; the paper sorts 1,600 pairs at a time. Less padding.
+- A batch holds like lengths of the whole corpus, not of 1,600 pairs: less padding. On CUDA its sources have one length.
 - On CUDA the arithmetic is bf16, for speed. Decoding is greedy, to be simple; the paper's is a beam search.
 - Without --paper: small, Adam, label smoothing, dropout on embeddings and annotations, to learn in two minutes.
 """

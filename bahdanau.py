@@ -181,19 +181,22 @@ def twin(model):  # what computes: on CUDA a model like it in bf16, with weights
     for p in copied.parameters(): p.data = p.data.view(torch.bfloat16)
     return copied
 
-def record(f, inputs, graphs, most):
+def record(f, inputs, graphs, most, at_once=False):
     """(g, places): g() is f(*places), and places hold the inputs. On CUDA, when inputs of these shapes come a second time, f is
-    recorded as a graph; from then on g replays it: one launch in place of thousands."""
+    recorded as a graph (at_once: the first time, but for the very first call), and replayed from then on: one launch."""
     key = tuple(x.shape for x in inputs)
-    if key not in graphs or not inputs[0].is_cuda:
-        if len(graphs) >= most: graphs.popitem()  # the newest makes room: those that come often came first
+    if key not in graphs and len(graphs) > most: graphs.popitem()  # the newest makes room: those that come often came first
+    if not inputs[0].is_cuda or key not in graphs and not (at_once and graphs):
         graphs[key] = None
         return lambda: f(*inputs), inputs
-    if not graphs[key]:
-        places, graph, pool = [x.clone() for x in inputs], torch.cuda.CUDAGraph(), [g[0].pool() for g in graphs.values() if g]
-        with torch.cuda.device_of(inputs[0]), torch.cuda.graph(graph, *pool[:1], capture_error_mode="relaxed"):
-            graphs[key] = graph, places, f(*places)
-    graph, places, out = graphs[key]
+    if not graphs.get(key):
+        places, graph, recorded = [x.clone() for x in inputs], torch.cuda.CUDAGraph(), [g for g in graphs.values() if g]
+        pool, stream = (recorded[0][0].pool(), recorded[0][3]) if recorded else (None, torch.cuda.Stream(inputs[0].device))
+        with torch.cuda.stream(stream):  # not torch.cuda.graph, which empties the cache every time: once is enough
+            torch.cuda.synchronize(), recorded or torch.cuda.empty_cache(), graph.capture_begin(pool, "relaxed")
+            graphs[key] = graph, places, f(*places), stream
+            graph.capture_end()
+    graph, places, out, _ = graphs[key]
     for place, x in zip(places, inputs): place.copy_(x)
     return lambda: graph.replay() or out, places
 def nll(logits, y, smoothing=0.0, scale=1.0):
@@ -214,7 +217,8 @@ def make_train_step(model, cfg, optimizer=None):
     cuda, graphs, inner, loss_fn = device.type == "cuda", {}, twin(model), nll
     weights, copies = list(model.parameters()), list(inner.parameters())
     if cuda and cfg.steps >= 50000:  # that many win back the minute that compiling takes
-        torch._dynamo.config.suppress_errors, loss_fn = True, torch.compile(nll)
+        torch._dynamo.config.suppress_errors, loss_fn, tune = True, torch.compile(nll), torch._inductor.config.triton
+        if hasattr(tune, "mix_order_reduction"): tune.mix_order_reduction = False  # torch 2.11: a slower gradient of LayerNorm
         for part in inner.modules(): isinstance(part, Parts) and part.compile()
     net = nn.parallel.DistributedDataParallel(inner) if world > 1 else inner
     for p in weights: p.grad = torch.zeros_like(p) if cuda else None
@@ -240,7 +244,7 @@ def make_train_step(model, cfg, optimizer=None):
             group["lr"] = group["lr"].fill_(learning_rate(cfg, n)) if cuda else learning_rate(cfg, n)
         again = graphs if world == 1 and one_length(src) else {}
         src, tgt = ((x.pin_memory() if cuda and not x.is_cuda else x).to(device, non_blocking=cuda) for x in (src, tgt))
-        return record(update, (src, tgt), again, most=256)[0]().clone()
+        return record(update, (src, tgt), again, most=500, at_once=loss_fn is nll)[0]().clone()  # nothing compiles meanwhile
     return step
 def greedy(model, src, max_len, kept=weakref.WeakKeyDictionary()):
     """The likeliest word after word: (B,T'), EOS kept, PAD after it. max_len, one for all or one each, counts EOS."""
@@ -254,9 +258,8 @@ def greedy(model, src, max_len, kept=weakref.WeakKeyDictionary()):
     with torch.inference_mode():
         if net is not model: torch._foreach_copy_(list(net.parameters()), list(model.parameters()))
         left, memory = torch.as_tensor(max_len, device=src.device).expand(len(src)).clone(), net.encode(src)
-        longest, n = int(left.max()), len(memory)
-        room = longest + -longest % 8  # eights: more shapes come again
-        places = (src.new_full((len(src), room), PAD), src.new_full((len(src),), BOS), src.new_zeros(1), left)
+        longest, n, zero = int(left.max()), len(memory), src.new_zeros(1)  # room: in eights, so that shapes come again
+        places = (src.new_full((len(src), room := longest + -longest % 8), PAD), torch.full_like(left, BOS), zero, left)
         places += (*memory, *net.start(memory, room))
         for t in range(longest):
             if (t % 8 == 0 or not src.is_cuda) and (places[3] <= 0).all(): break  # rarely: to look is to wait for the GPU
@@ -424,9 +427,8 @@ def report(model, cfg, test, example, vocabularies, device, out, now, begin):
     print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/", flush=True)
 def peak_memory(device):
     if device.type == "cuda": return torch.cuda.max_memory_reserved(device) / 2**30
-    try: import resource
+    try: return __import__("resource").getrusage(0).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
     except ImportError: return 0.0  # Windows does not tell
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
 def answer(args, device):  # --translate or --align: a line for each line, whatever it is, a thousand at a time
     checkpoint, vocabularies = load(folder(args) / "model.pt", device, args.config)
     model = Model(Config(**checkpoint["config"])).to(device)
@@ -443,8 +445,7 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.error, parser.formatter_class = lambda message: fail(f"{message}; see --help"), argparse.RawDescriptionHelpFormatter
     flag, mode, pair = parser.add_argument, parser.add_mutually_exclusive_group(), dict(nargs=2, metavar=("SRC", "TGT"))
-    gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())] + ["cuda"] * torch.cuda.is_available()
-    devices = ["cpu"] + ["mps"] * torch.backends.mps.is_available() + gpus
+    devices = ["cpu"] + ["mps"] * torch.backends.mps.is_available() + ["cuda"] * torch.cuda.is_available()
     mode.add_argument("--train", **pair, help="text to learn from, aligned line by line, or .gz (default: the built-in corpus)")
     mode.add_argument("--translate", action="store_true", help="translate stdin to stdout, line for line")
     mode.add_argument("--align", **pair, help="write the alignment of two files to stdout, as Pharaoh pairs i-j")
@@ -472,8 +473,7 @@ def parse(argv):
 def folder(args):  # --out or, without it, the next free folder to train in, or the last one to go on with or to use
     names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 1000)]
     taken = list(itertools.takewhile(Path.exists, names))
-    use = args.translate or args.align or args.resume
-    return args.out or ((taken or names[:1])[-1] if use else names[len(taken)])
+    return args.out or ((taken or names[:1])[-1] if args.translate or args.align or args.resume else names[len(taken)])
 def warn(message):
     if os.environ.get("RANK", "0") == "0": print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
 def fail(message, status=2): sys.exit(warn(message) or status)
@@ -485,7 +485,7 @@ def main(argv=None):
         args, process, gpus = parse(argv), os.environ.get("LOCAL_RANK"), torch.cuda.device_count()  # process: of torchrun's
         cuda = process and args.device == "cuda"
         if cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > gpus: raise data.InputError(f"--nproc_per_node={gpus} at most")
-        if cuda or ":" in args.device: torch.cuda.set_device(int(process) if cuda else args.device)
+        if cuda: torch.cuda.set_device(int(process))
         if process: dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         if ranks()[0]: sys.stdout = open(os.devnull, "w")  # the first one speaks
         if not (args.translate or args.align): train(args, torch.device(args.device))

@@ -1,20 +1,18 @@
-"""What the four scripts share: a built-in corpus, vocabularies, batches, BLEU and AER. Needs numpy and nothing else.
+"""What the four scripts share: a built-in corpus, vocabularies, batches, BLEU, AER, pictures. Needs numpy and nothing else.
 
     for source, target, gold in data.toy(3): print(*source, "|", *target, "|", sorted(gold))
 
 A sentence is a list of words. `src` is (B,S): words, EOS, padding. `tgt` is (B,T+1): BOS, words, EOS, padding.
 """
-import collections, gzip, itertools, math, random, re, zlib
+import collections, gzip, html, itertools, math, random, re, zlib
 import numpy as np
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
 
-class InputError(Exception):
-    """A user's mistake, told in one line: what is wrong, where, and what to do."""
+class InputError(Exception): """A user's mistake, told in one line: what is wrong, where, and what to do."""
 
 # ---- the built-in corpus: a synchronous grammar of English and French ------------------------------------------------
-
 EXAMPLE = "the agreement on the european economic area was signed in august 1992 ."  # the paper's figure 3 (a)
 # Nouns: English[/plural], French, gender. Adjectives: English, French masculine, feminine. Verbs, by their object:
 # English[/past/participle], then the stem of a regular -er verb or je/nous/vous/il/ils/participle/infinitive.
@@ -54,18 +52,15 @@ FORMS = {"be": "am are are is are", "was": "was were were was were", "do": "do d
          "sera": "serai serons serez sera seront", "can": "peux pouvons pouvez peut peuvent",
          "must": "dois devons devez doit doivent"}  # of i/je, we/nous, you/vous, he/il, they/ils: persons 0 to 4
 Phrase = collections.namedtuple("Phrase", "french person gender plural kind")
-
 def inflect(masculine, feminine, gender, plural):
     word = feminine if gender == "f" else masculine
     if not plural or word[-1] in "sx": return word
     return word[:-1] + "ux" if word.endswith("al") else word + ("x" if word.endswith("eau") else "s")
-
 def conjugate(english, french):
     """English base, third person, past, participle; French present (five persons), participle, infinitive."""
     base, *past = english.split("/") if "/" in english else (english, *[english + "ed"[english[-1] == "e":]] * 2)
     forms = french.split("/") if "/" in french else [french + end for end in ("e", "ons", "ez", "e", "ent", "é", "er")]
     return base, base + ("es" if base.endswith(("s", "ch")) else "s"), *past, forms[:5], *forms[5:]
-
 def contract(french):
     """le homme, de le roi, ce ami, ma école: l' homme, du roi, cet ami, mon école. From the right: "de l' ami" is no "du"."""
     out = []
@@ -89,20 +84,14 @@ class Grammar:
             self.words[head] = entries = [entry.split() for entry in entries.split(", ")]
             if head.startswith("verb"): entries[:] = [conjugate(*entry) for entry in entries]
             if head.startswith("noun"): entries[:] = [((e.split("/") + [e + "s"])[:2], *rest) for e, *rest in entries]
-
     def pick(self, options): return options[int(self.random() * len(options))]
     def choose(self, key): return self.pick(self.words[key])
     def chance(self, p): return self.random() < p
     def room(self, keep): return self.length - len(self.en) - keep
-
-    def say(self, word):
-        self.en.append(word)
-        return len(self.en) - 1
-
+    def say(self, word): return self.en.append(word) or len(self.en) - 1
     def word(self, english, french):
         at = (self.say(english),)
         return [(w, at) for w in french.split("+")] if "+" in french else [(french, at)]
-
     def sentence(self, length):
         """A pair of about `length` English words and its gold alignment: English, French, {(i, j), ...}."""
         self.en, self.length, stop = [], length, int(self.chance(0.9))
@@ -114,27 +103,22 @@ class Grammar:
         if stop: french += self.word(".", ".")
         english, french = re.sub(r"\ba (?=[ai]|e(?!u))", "an ", " ".join(self.en)).split(), contract(french)
         return english, [word for word, _ in french], {(i, j) for j, (_, links) in enumerate(french) for i in links}
-
     def clause(self, keep):
         kinds = ("person", "person", "person", "animal", "idea", "idea", "thing", "place")
         short = self.room(keep) < 4 or self.chance(0.25)
         self.subject = subject = self.someone() if short else self.noun(self.pick(kinds), keep + 3)
         return subject.french + self.act(subject, keep)
-
     def because(self, keep):
         """... because it was too tired: the pronoun agrees with the subject before it."""
         _, _, gender, plural, kind = self.subject
         english = "they" if plural else "it" if kind != "person" else "she" if gender == "f" else "he"
         return self.word(english, inflect("il", "elle", gender, plural)) + self.be(self.subject, keep, "was")
-
     def someone(self):
         english, french, person, gender = self.choose("subject")
         return Phrase(self.word(english, french), int(person), gender, int(person in "14"), "person")
-
     def adjective(self, key, gender, plural):
         english, m, f = self.choose(key)
         return self.word(english, inflect(m, f, gender, plural))
-
     def noun(self, kind, keep, definite=False):
         """Determiner, adjectives, noun and, where there is room, an owner, a relative clause or a second noun."""
         (english, noun, gender), plural = self.choose("noun " + kind), int(self.chance(0.3))
@@ -162,7 +146,6 @@ class Grammar:
         elif not after and self.room(keep) >= 2 and kind == "idea" and self.chance(0.35):
             french += self.word(*self.pick((("on", "sur"), ("of", "de")))) + self.noun("idea", keep, definite=True).french
         return phrase
-
     def be(self, subject, keep, tense):
         """An adjective, or the passive: was signed, a été signé."""
         _, person, gender, plural, kind = subject
@@ -181,7 +164,6 @@ class Grammar:
         french += self.word(participle, inflect(done, done + "e", gender, plural))
         if self.room(keep) >= 3 and self.chance(0.4): french += self.word("by", "par") + self.noun("person", keep).french
         return french + self.tail(keep, tense)
-
     def act(self, subject, keep, gap=None):
         """An active verb. In a relative clause its object is the noun before it, the gap, and the participle agrees."""
         if not gap and (subject.kind not in ("person", "animal") or self.chance(0.15)):
@@ -210,11 +192,9 @@ class Grammar:
             rest = [(inflect(done, done + "e", gender, int(plural)), (at,))] + rest
         french = self.around(finite, at_middle, middle) + rest
         return french if gap else french + self.tail(keep, tense)
-
     def around(self, finite, at, middle):
         """ne ... pas around the finite verb, both from "not"; often and always only follow it."""
         return finite if at is None else [("ne", (at,))] * (middle in ("pas", "jamais")) + finite + [(middle, (at,))]
-
     def tail(self, keep, tense):
         if self.room(keep) >= 3 and self.chance(0.3):
             english, french, kind = self.choose("where")
@@ -345,6 +325,26 @@ def bleu(hypotheses, references):
 
 def aer(predicted, gold):
     """Alignment error rate of lists of link sets {(source index, target index), ...}: 0 is perfect, 1 is all wrong."""
-    both = sum(len(p & g) for p, g in zip(predicted, gold, strict=True))
-    links = sum(map(len, predicted)) + sum(map(len, gold))
-    return 1 - 2 * both / links if links else 0.0
+    both, total = sum(len(p & g) for p, g in zip(predicted, gold, strict=True)), sum(map(len, [*predicted, *gold]))
+    return 1 - 2 * both / total if total else 0.0
+
+# ---- alignments: alpha has a row a target word, a column a source word, the end marks last ------------------------------
+def links(alpha):  # {(source index, target index), ...}: each target word's maximum; EOS, last of both, has no link
+    return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
+def pharaoh(alpha): return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
+def heatmap(source, target, alpha):  # in the terminal: a column a source word, a row a target word
+    high, wide = (max(map(len, words), default=0) for words in (source, target))
+    head = [" " * (wide + 1) + " ".join(word.rjust(high)[k] for word in source) for k in range(high)]
+    shade = lambda row: "".join(" ░▒▓█"[min(int(5 * a), 4)] * 2 for a in row[:len(source)])
+    return "\n".join(head + [word.rjust(wide) + " " + shade(row) for word, row in zip(target, alpha)])
+def svg(source, target, alpha):  # the same as a picture, readable on light and dark
+    left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
+    style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
+    label = lambda x, y, more, word: f'<text transform="translate({x},{y}){more}>{html.escape(word)}</text>'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 22 * len(source) + 12}" '
+             f'height="{top + 22 * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
+    parts += [label(left + 22 * j + 15, top - 6, ' rotate(-90)"', word) for j, word in enumerate(source)]
+    parts += [label(left - 6, top + 22 * i + 15, '" text-anchor="end"', word) for i, word in enumerate(target)]
+    parts += [f'<rect x="{left + 22 * j}" y="{top + 22 * i}" width="21" height="21" opacity="{0.07 + 0.93 * alpha[i, j]:.2f}"/>'
+              for i in range(len(target)) for j in range(len(source))]
+    return "\n".join([*parts, "</svg>\n"])

@@ -21,10 +21,10 @@ Deviations from the paper
 - torch's LSTM, because it is fused; the paper's is that of Graves, which also has peepholes from the cells to the gates.
 - As in the other scripts the decoder starts from <s>, not <EOS>, and the source ends with </s>, read first when reversed.
 - --steps counts as the paper's 7.5 epochs, whatever the corpus; sentences over 100 words are left out (--max-len).
-- On CUDA the arithmetic is bf16, for speed. Decoding is greedy, to be simple; the paper's is a beam search.
-- Without --paper: small, one layer, Adam, label smoothing, so that it learns something in two minutes on a laptop.
+- On CUDA the arithmetic is bf16, for speed.
+- Without --paper: small, one layer, Adam, label smoothing, greedy, so that it learns something in two minutes on a laptop.
 """
-import argparse, copy, dataclasses, html, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, weakref, zlib
+import argparse, copy, dataclasses, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, weakref, zlib
 from pathlib import Path
 from zipfile import ZipFile
 import numpy as np, torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
@@ -55,6 +55,10 @@ class Config:
     max_len: int = 0        # words in a sentence to train on at most (0: 30 in the built-in corpus, 100 in your own text)
     min_count: int = 1      # rarer words become <unk>
     joint: bool = False     # one vocabulary for both languages, of --src-vocab words
+    beam: int = 1           # hypotheses kept in decoding; 1 is greedy
+    alpha: float = 0.0      # in decoding log p is divided by the length penalty ((5 + |y|) / 6)^alpha
+    replace_unk: bool = False  # an <unk> in a translation becomes the source word it is aligned with
+    average: int = 1        # the weights used are the mean of those at the last so many looks at the validation set, if above 1
     seed: int = 1           # of all that is random
 
     @classmethod
@@ -62,7 +66,7 @@ class Config:
         """Section 3.4. 7.5 epochs of 12 million pairs, 128 at a time, are 703,125 steps."""
         return cls(**dict(src_vocab=160000, tgt_vocab=80000, emb=1000, hidden=1000, layers=4, init=0.08, smoothing=0.0,
                           optimizer="sgd", lr=0.7, per="sentence", sentences=128, tokens=26000, steps=703125,
-                          every=5000) | overrides)
+                          every=5000, beam=12) | overrides)
 
 # x source, y target, v the fixed vector, h and c an LSTM's state.
 # Shapes: B batch, S source length, T target length, E embedding, H hidden, L layers, V vocabulary.
@@ -100,6 +104,9 @@ class Seq2Seq(nn.Module):
 
     def start(self, v, room=None):
         return v                                                  # all that the decoder will ever know of the source
+
+    def pick(self, state, rows):
+        return tuple(x[:, rows] for x in state)                   # the states of these hypotheses, for beam
 
     def step(self, y, state, v):                                                  # y (B,)
         h, state = self.decoder(self.E_y(y).unsqueeze(1), state)
@@ -160,22 +167,14 @@ def record(f, inputs, graphs, most, at_once=False):
         pool, stream = (recorded[0][0].pool(), recorded[0][3]) if recorded else (None, torch.cuda.Stream(inputs[0].device))
         with torch.cuda.stream(stream):  # not torch.cuda.graph, which empties the cache every time: once is enough
             torch.cuda.synchronize(), recorded or torch.cuda.empty_cache(), graph.capture_begin(pool, "relaxed")
-            graphs[key] = graph, places, f(*places), stream
-            graph.capture_end()
+            try: graphs[key] = graph, places, f(*places), stream
+            finally: graph.capture_end()
     graph, places, out, _ = graphs[key]
     for place, x in zip(places, inputs): place.copy_(x)
     return lambda: graph.replay() or out, places
-def nll(logits, y, smoothing=0.0, scale=1.0):
-    """Negative log-likelihood of y (B,T), label-smoothed if asked, 0 for padding; and scale times its gradient at the logits:
-    p - q, q the smoothed target. By hand: autograd would make float32 copies of all the logits."""
-    z, y, exact, V = logits.detach(), y.unsqueeze(-1), torch.promote_types(logits.dtype, torch.float), logits.size(-1)
-    top, z_y, weight = z.amax(-1, keepdim=True), z.gather(-1, y).to(exact), (y != PAD) * scale               # (B,T,1) each
-    p = (z - top).exp_()                                                                                     # (B,T,V)
-    log_total = (total := p.sum(-1, True, dtype=exact)).log() + top
-    loss = log_total - (1 - smoothing) * z_y - (smoothing * z.mean(-1, True, dtype=exact) if smoothing else 0)
-    grad = torch.addcmul((weight * -smoothing / V).to(p.dtype), p, (weight / total).to(p.dtype), out=p)      # all but y's own
-    grad.scatter_(-1, y, (((z_y - log_total).exp() - (1 - smoothing) - smoothing / V) * weight).to(p.dtype))
-    return (loss * (y != PAD)).squeeze(-1), grad
+def nll(logits, y, smoothing=0.0):  # negative log-likelihood of y (B,T), summed, label-smoothed if asked, 0 for padding
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
+    return F.cross_entropy(exact, y.flatten(), ignore_index=PAD, label_smoothing=smoothing, reduction="sum")
 
 def make_train_step(model, cfg, optimizer=None):
     """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16, weights in float32."""
@@ -194,15 +193,14 @@ def make_train_step(model, cfg, optimizer=None):
         count, logits = torch.stack([(tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()]), net(src, tgt[:, :-1])
         if world > 1: dist.all_reduce(count)  # a token weighs the same on whichever process it is
         scale = world / count[0 if cfg.per == "token" else 1]  # times world: DistributedDataParallel takes the processes' mean
-        loss, grad = loss_fn(logits, tgt[:, 1:], cfg.smoothing, scale)
-        logits.backward(grad)
+        loss = loss_fn(logits, tgt[:, 1:], cfg.smoothing)
+        (loss * scale).backward()
         if cuda: torch._foreach_copy_([p.grad for p in weights], [p.grad for p in copies])
         if cfg.clip < math.inf: nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
         inner.zero_grad(set_to_none=True)
-        loss = loss.sum() / count[0]
-        if world > 1: dist.all_reduce(loss)
-        return loss
+        if world > 1: dist.all_reduce(loss := loss.detach())
+        return loss.detach() / count[0]
     def step(src, tgt):
         inner.training or inner.train()
         for group in optimizer.param_groups:
@@ -212,80 +210,76 @@ def make_train_step(model, cfg, optimizer=None):
         src, tgt = ((x.pin_memory() if cuda and not x.is_cuda else x).to(device, non_blocking=cuda) for x in (src, tgt))
         return record(update, (src, tgt), again, most=500, at_once=loss_fn is nll)[0]().clone()  # nothing compiles meanwhile
     return step
-def greedy(model, src, max_len, kept=weakref.WeakKeyDictionary()):
-    """The likeliest word after word: (B,T'), EOS kept, PAD after it. max_len, one for all or one each, counts EOS."""
+def beam(model, src, max_len, K, alpha=0.0, kept=weakref.WeakKeyDictionary()):
+    """The best of K hypotheses a sentence by log p / ((5 + |y|) / 6)^alpha, Wu et al. 2016: (B,T'), EOS kept, PAD after it.
+    One that has ended keeps its score and its place. max_len, one for all or one each, counts EOS."""
     net, graphs = src.is_cuda and kept.get(model) or (twin(model).eval(), {})
     if net is not model: kept[model] = net, graphs
-    def step(out, y, t, left, *rest):  # all of them changed in place
-        logits, state = net.step(y, rest[n:], rest[:n])
-        y.copy_(logits.argmax(-1).masked_fill_(left <= 0, PAD))
+    def step(out, y, t, left, score, alpha, *rest):  # all of them changed in place
+        (logits, state), ended = net.step(y, rest[n:], rest[:n]), left <= 0                                  # (BK,V), (BK,)
+        if K == 1: y.copy_(logits.argmax(-1).masked_fill_(ended, PAD))  # greedy: the likeliest word
+        else:
+            log_p = logits.to(score.dtype).log_softmax(-1).masked_fill_(ended.unsqueeze(1), -torch.inf)
+            log_p[:, PAD].fill_(-torch.inf).masked_fill_(ended, 0)  # after the end nothing follows, at no cost
+            total, length = score.view(-1, 1) + log_p, ((out != PAD).sum(1) + ~ended).to(score.dtype).unsqueeze(1)
+            best = (total / ((5 + length) / 6) ** alpha).view(len(score), -1).topk(K)[1]                     # (B,K) of K V
+            rows = (best // log_p.size(1) + K * torch.arange(len(score), device=y.device).unsqueeze(1)).flatten()
+            score.copy_(total.view(len(score), -1).gather(1, best)), y.copy_(best.flatten() % log_p.size(1))
+            out.copy_(out[rows]), left.copy_(left[rows])
+            state = net.pick(state, rows)
         out.scatter_(1, t.expand(len(y), 1), y.unsqueeze(1)), t.add_(1), left.sub_(1).masked_fill_((y == EOS) | (y == PAD), 0)
         for old, new in zip(rest[n:], state): old.copy_(new)
     with torch.inference_mode():
         if net is not model: torch._foreach_copy_(list(net.parameters()), list(model.parameters()))
-        left, memory = torch.as_tensor(max_len, device=src.device).expand(len(src)).clone(), net.encode(src)
-        longest, n, zero = int(left.max()), len(memory), src.new_zeros(1)  # room: in eights, so that shapes come again
-        places = (src.new_full((len(src), room := longest + -longest % 8), PAD), torch.full_like(left, BOS), zero, left)
-        places += (*memory, *net.start(memory, room))
+        left = torch.as_tensor(max_len).to(src).expand(len(src)).repeat_interleave(K)
+        memory, longest, zero = net.encode(src.repeat_interleave(K, 0)), int(left.max()), src.new_zeros(1)
+        n, exact = len(memory), torch.promote_types(next(net.parameters()).dtype, torch.float)
+        score = torch.tensor([[0.0] + [-math.inf] * (K - 1)] * len(src), dtype=exact, device=src.device)     # one begins
+        places = (src.new_full((len(left), room := longest + -longest % 8), PAD), torch.full_like(left, BOS), zero, left, score)
+        places += (score.new_tensor(alpha), *memory, *net.start(memory, room))  # room: in eights, so that shapes come again
         for t in range(longest):
             if (t % 8 == 0 or not src.is_cuda) and (places[3] <= 0).all(): break  # rarely: to look is to wait for the GPU
             if t < 2: go, places = record(step, places, graphs, most=1)
             go()
-    return (out := places[0])[:, :max(int((out != PAD).sum(1).max()), min(longest, 1))].clone()
+    return (out := places[0][::K])[:, :max(int((out != PAD).sum(1).max()), min(longest, 1))].clone()  # each first one
+def greedy(model, src, max_len): return beam(model, src, max_len, 1)
 
 @torch.no_grad()
 def align(model, src, tgt): return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]  # alpha (B,T,S) of a given target
-def each(use, model, pairs, vocabularies):  # use(src, tgt) of all pairs, like lengths in a batch: a result a pair, in order
+def each(use, model, pairs, vocabularies, tokens=4096):  # use(src, tgt) of all pairs, like lengths in a batch; results in order
     bitext, device, out = data.Bitext(pairs, vocabularies), next(model.parameters()).device, [None for _ in pairs]
-    for rows in bitext.cut(tokens=4096):
+    for rows in bitext.cut(tokens):
         for row, result in zip(rows, use(*(torch.from_numpy(x).to(device) for x in bitext.batch(rows)))): out[row] = result
     return out
-def translate(model, sentences, vocabularies):
-    use = lambda src, _: greedy(model, src, (2 * (n := (src != PAD).sum(1)) + 8) * (n > 1)).tolist()  # n counts EOS
-    found = each(use, model, [(words, []) for words in sentences], vocabularies)
-    return [[vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)] for ids in found]
+def translate(model, sentences, vocabularies, cfg=Config()):
+    search = lambda src, _: beam(model, src, (2 * (n := (src != PAD).sum(1)) + 8) * (n > 1), cfg.beam, cfg.alpha).tolist()
+    found = each(search, model, [(words, []) for words in sentences], vocabularies, max(4096 // cfg.beam, 1))  # n counts EOS
+    found = [[vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)] for ids in found]
+    if not cfg.replace_unk: return found
+    alphas = alignments(model, pairs := list(zip(sentences, found)), vocabularies)
+    return [[x[a[:-1].argmax()] if w == "<unk>" else w for a, w in zip(alpha, y)] for alpha, (x, y) in zip(alphas, pairs)]
 def alignments(model, pairs, vocabularies):  # alpha of each pair, target words and EOS by source words and EOS
     found = each(lambda src, tgt: align(model, src, tgt).float().cpu().numpy(), model, pairs, vocabularies)
     return [alpha[:len(target) + 1, :len(source) + 1] for alpha, (source, target, *_) in zip(found, pairs)]
 @torch.no_grad()
 def loss_of(model, pairs, vocabularies):  # per target token, EOS counted
-    loss = lambda logits, y: F.cross_entropy(logits.mT, y, ignore_index=PAD, reduction="none").sum(1).tolist()
-    found = each(lambda src, tgt: loss(model.eval()(src, tgt[:, :-1]), tgt[:, 1:]), model, pairs, vocabularies)
-    return sum(found) / sum(len(p[1]) + 1 for p in pairs)
-def evaluate(model, pairs, vocabularies):  # greedy translations against the references, alignments against gold, if any
-    hypotheses, buckets = translate(model, [p[0] for p in pairs], vocabularies), {}
+    loss = lambda src, tgt: map(nll, model.eval()(src, tgt[:, :-1]).unsqueeze(1), tgt[:, None, 1:])
+    return float(sum(each(loss, model, pairs, vocabularies))) / sum(len(p[1]) + 1 for p in pairs)
+def evaluate(model, pairs, vocabularies, cfg=Config()):  # translations against the references, alignments against gold, if any
+    hypotheses, buckets = translate(model, [p[0] for p in pairs], vocabularies, cfg), {}
     for (source, target, *_), hypothesis in zip(pairs, hypotheses):
         buckets.setdefault(max(len(source) - 1, 0) // 10, []).append((hypothesis, target))
     loss, gold = loss_of(model, pairs, vocabularies), [p[2] for p in pairs if len(p) > 2]
     return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bleu": data.bleu(hypotheses, [p[1] for p in pairs]),
-            "aer": data.aer([links(alpha) for alpha in alignments(model, pairs, vocabularies)], gold) if gold else None,
+            "aer": data.aer([data.links(alpha) for alpha in alignments(model, pairs, vocabularies)], gold) if gold else None,
             "bleu_by_length": {f"{10 * k + 1}-{10 * k + 10}": data.bleu(*zip(*v)) for k, v in sorted(buckets.items())}}
 
-def links(alpha):  # {(source index, target index), ...}: each target word's maximum; EOS, last of both, has no link
-    return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
-def pharaoh(alpha): return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
-def heatmap(source, target, alpha):  # in the terminal: a column a source word, a row a target word
-    high, wide = (max(map(len, words), default=0) for words in (source, target))
-    head = [" " * (wide + 1) + " ".join(word.rjust(high)[k] for word in source) for k in range(high)]
-    shade = lambda row: "".join(" ░▒▓█"[min(int(5 * a), 4)] * 2 for a in row[:len(source)])
-    return "\n".join(head + [word.rjust(wide) + " " + shade(row) for word, row in zip(target, alpha)])
-def svg(source, target, alpha):  # the same as a picture, readable on light and dark
-    left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
-    style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
-    label = lambda x, y, more, word: f'<text transform="translate({x},{y}){more}>{html.escape(word)}</text>'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 22 * len(source) + 12}" '
-             f'height="{top + 22 * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
-    parts += [label(left + 22 * j + 15, top - 6, ' rotate(-90)"', word) for j, word in enumerate(source)]
-    parts += [label(left - 6, top + 22 * i + 15, '" text-anchor="end"', word) for i, word in enumerate(target)]
-    parts += [f'<rect x="{left + 22 * j}" y="{top + 22 * i}" width="21" height="21" opacity="{0.07 + 0.93 * alpha[i, j]:.2f}"/>'
-              for i in range(len(target)) for j in range(len(source))]
-    return "\n".join([*parts, "</svg>\n"])
 def dump(path, pairs, alphas):  # .npz: the soft weights; .txt: Pharaoh links, a line a pair; .svg: the first pair as a picture
     sides = {side: [" ".join(pair[k]) for pair in pairs] for k, side in enumerate(("source", "target"))}
     np.savez_compressed(soft := io.BytesIO(), **sides, **{f"alpha_{k}": alpha for k, alpha in enumerate(alphas)})
     save(f"{path}.npz", soft.getvalue())
-    save(f"{path}.txt", "".join(pharaoh(alpha) + "\n" for alpha in alphas).encode())
-    save(f"{path}.svg", svg(*pairs[0][:2], alphas[0]).encode())
+    save(f"{path}.txt", "".join(data.pharaoh(alpha) + "\n" for alpha in alphas).encode())
+    save(f"{path}.svg", data.svg(*pairs[0][:2], alphas[0]).encode())
 def save(path, content):  # whole or not at all: beside the old file, then in its place; of several processes the first one does
     part = Path(f"{path}.tmp")
     if ranks()[0]: return
@@ -306,10 +300,18 @@ def load(path, device, flags={}, keys=("model",)):  # (checkpoint, vocabularies)
     if fault: raise data.InputError(f"{path}: not a sound checkpoint ({fault}); copy it again, or train again")
     if script != Path(__file__).stem: raise data.InputError(f"{path}: made by {script}.py; use that")
     for name in flags.keys() - {"src_vocab", "tgt_vocab"}:
-        if name in ("steps", "every", "lr", "warmup", "clip", "align_layer"): config[name] = flags[name]
+        if name in "steps every lr warmup clip align_layer beam alpha replace_unk average".split(): config[name] = flags[name]
         if flags[name] != config[name]: fail(f"--{name}: {config[name]} in this run; leave it out".replace("_", "-"))
     return checkpoint, [data.Vocabulary(side) for side in words]
 
+def restore(out, device, flags={}):  # (model, its Config, vocabularies): the best one, or the mean of the last --average ones
+    checkpoint, vocabularies = load(out / "model.pt", device, flags)
+    model = Model(cfg := Config(**checkpoint["config"])).to(device)
+    last = sorted(out.glob("step-*.pt"))[-cfg.average:] if cfg.average > 1 else [out / "model.pt"]
+    if not last: raise data.InputError(f"{out}: holds no checkpoints to average; train with --average {cfg.average}")
+    weights = [load(path, device)[0]["model"] for path in last]
+    model.load_state_dict({name: sum(w[name] for w in weights) / len(weights) for name in weights[0]})
+    return model, cfg, vocabularies
 def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
     """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on exactly."""
     (rank, world), device, optimizer, noted = ranks(), next(model.parameters()).device, make_optimizer(model, cfg), []
@@ -343,6 +345,8 @@ def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
                 now["seconds"], clock = now["seconds"] + time.perf_counter() - clock, time.perf_counter()
                 bar.set_postfix(loss=f"{score:.3f}", refresh=False), bar.update()
                 if look and all(score < line["valid_loss"] for line in now["log"]): keep("model.pt")
+                if look and cfg.average > 1: keep(f"step-{step:09}.pt")
+                for old in sorted(out.glob("step-*.pt"))[:-cfg.average] * (look and cfg.average > 1): old.unlink(True)
                 if look: now["log"].append(dict(step=step, loss=float(loss), valid_loss=score, lr=rate, seconds=now["seconds"]))
                 if look or told: keep("last.pt"), note(out, now["log"])
                 if told or step == cfg.steps: break
@@ -377,16 +381,16 @@ def train(args, device):
           f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
     if ranks()[0] == 0: out.mkdir(parents=True, exist_ok=not new)  # two runs cannot both make it
     now = fit(model, cfg, corpus, valid, vocabularies, out, resume)
-    if ranks()[0] == 0: report(model, cfg, test, example, vocabularies, device, out, now, begin)
-def report(model, cfg, test, example, vocabularies, device, out, now, begin):
-    model.load_state_dict(load(out / "model.pt", device)[0]["model"])  # the best one
-    scores, sources = evaluate(model, test, vocabularies), [example] + [p[0] for p in test[:99]]
-    alphas = alignments(model, pairs := list(zip(sources, translate(model, sources, vocabularies))), vocabularies)
+    if ranks()[0] == 0: report(cfg, test, example, device, out, now, begin)
+def report(cfg, test, example, device, out, now, begin):
+    (model, _, vocabularies), sources = restore(out, device, vars(cfg)), [example] + [p[0] for p in test[:99]]
+    scores = evaluate(model, test, vocabularies, cfg)
+    alphas = alignments(model, pairs := list(zip(sources, translate(model, sources, vocabularies, cfg))), vocabularies)
     dump(out / "align", pairs, alphas)
     seconds, speed, memory = time.perf_counter() - begin, now["tokens"] / now["seconds"], peak_memory(device)
     final = dict(final=True, **scores, seconds=seconds, tokens_per_second=speed, peak_memory_gib=memory, seed=cfg.seed)
     note(out, now["log"] + [final])
-    print(f"\n{' '.join(pairs[0][0])}\n{' '.join(pairs[0][1])}\n\n{heatmap(*pairs[0], alphas[0])}\n")
+    print(f"\n{' '.join(pairs[0][0])}\n{' '.join(pairs[0][1])}\n\n{data.heatmap(*pairs[0], alphas[0])}\n")
     print(f"{len(test):,} sentences: loss {scores['loss']:.4f}, perplexity {scores['ppl']:.3f}, BLEU {scores['bleu']:.2f}"
           + (f", AER {scores['aer']:.3f}" if scores["aer"] is not None else ""))
     print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in scores["bleu_by_length"].items()))
@@ -396,15 +400,13 @@ def peak_memory(device):
     try: return __import__("resource").getrusage(0).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
     except ImportError: return 0.0  # Windows does not tell
 def answer(args, device):  # --translate or --align: a line for each line, whatever it is, a thousand at a time
-    checkpoint, vocabularies = load(folder(args) / "model.pt", device, args.config)
-    model = Model(Config(**checkpoint["config"])).to(device)
-    model.load_state_dict(checkpoint["model"])
+    model, cfg, vocabularies = restore(folder(args), device, args.config)
     lines = enumerate(data.read_pairs(*args.align) if args.align else zip(data.read(0), itertools.repeat([])), 1)
     while chunk := dict(itertools.islice(lines, 1000)):
         for number in [number for number, pair in chunk.items() if max(map(len, pair)) > 1000]:
             chunk[number] = [], warn(f"line {number}: more than 1,000 words; left empty") or []
-        if args.align: said = map(pharaoh, alignments(model, list(chunk.values()), vocabularies))
-        else: said = map(" ".join, translate(model, [source for source, _ in chunk.values()], vocabularies))
+        if args.align: said = map(data.pharaoh, alignments(model, list(chunk.values()), vocabularies))
+        else: said = map(" ".join, translate(model, [source for source, _ in chunk.values()], vocabularies, cfg))
         print(*said, sep="\n", flush=True)
 
 def parse(argv):
@@ -429,8 +431,8 @@ def parse(argv):
         flag("--" + name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
     args = parser.parse_args(argv)
     args.config = {name: value for name, value in vars(args).items() if name in comments and value is not None}
-    lows = dict(src_vocab=5, tgt_vocab=5, seed=0, max_len=0, align_layer=0, dropout=0, smoothing=0)
-    highs = dict(dropout=0.99, smoothing=0.99, clip=math.inf)
+    lows = dict(src_vocab=5, tgt_vocab=5, seed=0, max_len=0, align_layer=0, dropout=0, smoothing=0, alpha=0)
+    highs = dict(dropout=0.99, smoothing=0.99, clip=math.inf, alpha=10)
     for name, value in ((name, value) for name, value in args.config.items() if type(value) in (int, float)):
         low, high = lows.get(name, 1 if type(value) is int else 1e-9), highs.get(name, 2**31)
         if not low <= value <= high: fail(f"--{name} {value}: must be {low} to {high}".replace("_", "-"))

@@ -3,7 +3,7 @@
     python -m pytest -q test_all.py                  all that is fast
     python -m pytest -q -m slow test_all.py          random kills, random input, 100,000 lines: about ten minutes
 """
-import ast, collections, contextlib, gzip, importlib, io, itertools, json, math, os, pickle, random, re, signal, struct, subprocess, sys, time, warnings, zipfile
+import ast, collections, contextlib, functools, gzip, importlib, io, itertools, json, math, os, pickle, random, re, signal, struct, subprocess, sys, time, warnings, zipfile
 from pathlib import Path
 
 import numpy as np
@@ -241,7 +241,7 @@ def test_equations(name, seed):
         want, where = oracle(b)
         close(log_p[b, :len(want)], torch.tensor(np.array(want)))
         close(alpha[b, :len(want), :len(where[0])], torch.tensor(np.array(where)), 1e-6 if "seq2seq" in name else 1e-9)  # saliency: finite differences
-    logits.backward(torch.cat([module.nll(logits[:2], y[:2])[1], torch.zeros_like(logits[2:])]))
+    module.nll(logits[:2], y[:2]).backward()
 
     def loss(key, at, change):
         p[key][at] += change
@@ -452,17 +452,14 @@ def test_saliency_of_nothing():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_label_smoothing(seed):
-    """(1 - e) of the target's log-probability and e of the mean over all words; the gradient is autograd's."""
+    """(1 - e) of the target's log-probability and e of the mean over all words; nothing for padding."""
     module, r = importlib.import_module("transformer"), torch.Generator().manual_seed(seed)
-    logits, y = torch.randn(3, 4, 7, generator=r), torch.randint(0, 7, (3, 4), generator=r)
+    logits, y = torch.randn(3, 4, 7, generator=r).double().requires_grad_(), torch.randint(0, 7, (3, 4), generator=r)
     y[0, 3] = PAD
     want = sum(-0.9 * q[w] - 0.1 * q.mean() for q, w in zip(logits.flatten(0, 1).log_softmax(-1), y.flatten()) if w != PAD)
-    loss, grad = module.nll(logits, y, 0.1, 3.0)
-    assert loss.shape == y.shape and loss.sum().item() == pytest.approx(want.item(), abs=1e-4)
-    theirs = logits.clone().requires_grad_()
-    (3 * torch.nn.functional.cross_entropy(theirs.flatten(0, 1), y.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=0.1)).backward()
-    close(grad, theirs.grad, 1e-5)
-    assert module.nll(logits.bfloat16(), y)[1].dtype == torch.bfloat16
+    close(module.nll(logits, y, 0.1), want)
+    close(*(torch.autograd.grad(loss, logits)[0] for loss in (module.nll(logits, y, 0.1), want)))
+    assert module.nll(logits.bfloat16(), y).dtype == torch.float and module.nll(logits, y).dtype == torch.double
 
 
 # ---- properties, over random shapes -------------------------------------------------------------------------------------
@@ -479,11 +476,11 @@ def test_padding_changes_nothing(name, seed):
     close(alpha_more[:, :alpha.size(1), :alpha.size(2)], alpha)
     assert (module.greedy(model, wide(src, 4), 12) == module.greedy(model, src, 12)).all()
     model.zero_grad()
-    logits.backward(module.nll(logits, tgt[:, 1:])[1])
+    module.nll(logits, tgt[:, 1:]).backward()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    more.backward(module.nll(more, wide(tgt, 3)[:, 1:])[1])
-    for p, grad in zip(model.parameters(), grads): close(p.grad, grad, 1e-5)  # the loss is taken in float32
+    module.nll(more, wide(tgt, 3)[:, 1:]).backward()
+    for p, grad in zip(model.parameters(), grads): close(p.grad, grad)
 
 
 @models
@@ -553,6 +550,112 @@ def test_greedy(name, seed):
     for row, short, limit in zip(tokens.tolist(), module.greedy(model, src, limits).tolist(), limits.tolist()):
         want = row[:limit] + [PAD] * 10
         assert short == want[:len(short)] and set(want[len(short):]) <= {PAD}
+
+
+def log_likelihood(model, src, words):
+    """log p of target words, by one forced pass."""
+    tgt = torch.tensor([[BOS, *words]])
+    return model(src, tgt[:, :-1]).log_softmax(-1)[0].gather(1, tgt[0, 1:, None]).sum().item()
+
+
+def naive_beam(model, src, limit, K, alpha):
+    """Lists instead of tensors, and a forced pass for every hypothesis."""
+    ended = lambda words: words[-1:] == [EOS]
+    known = functools.cache(lambda words: log_likelihood(model, src, words))
+    score = lambda words: known(tuple(words)) / ((5 + len(words)) / 6) ** alpha
+    hypotheses = [[]]
+    for _ in range(limit):
+        grown = [words + [w] for words in hypotheses if not ended(words) for w in range(1, model.V)] + [words for words in hypotheses if ended(words)]
+        hypotheses = sorted(grown, key=score, reverse=True)[:K]
+    return hypotheses[0]
+
+
+def for_beam(name, seed, V, scale):
+    """A model whose every word counts, of V target words, and sources of several lengths."""
+    module, _, model = build(name, seed, tgt_vocab=V)
+    model.V = V
+    with torch.no_grad(): [p.normal_(0, scale) for p in model.parameters()]
+    return module, model.eval(), torch.tensor([[4, 5, 6, EOS], [7, EOS, PAD, PAD], [5, 8, EOS, PAD]])
+
+
+@scripts
+@pytest.mark.parametrize("seed", range(3))
+def test_beam(name, seed):
+    """As wide as all there is: the best of all sequences. Narrower: what the naive search finds, each sentence as if alone."""
+    module, model, src = for_beam(name, seed, 5, (0.5, 0.8, 1.2)[seed])
+    one = lambda b: src[b:b + 1, :int((src[b] != PAD).sum())]
+    strip = lambda row: [w for w in row.tolist() if w != PAD]
+    every = [[*head, w] for n in range(3) for head in itertools.product((BOS, UNK, 4), repeat=n) for w in range(1, 5) if n == 2 or w == EOS]
+    for alpha in (0.0, 3.0):
+        wide = module.beam(model, src, 3, 4 ** 3, alpha)
+        for b in range(3):
+            assert strip(wide[b]) == max(every, key=lambda words: log_likelihood(model, one(b), words) / ((5 + len(words)) / 6) ** alpha)
+    for limits, K, alpha in ([6, 4, 5], 2, 0.6), ([5, 6, 3], 3, 0.0), ([3, 4, 6], 3, 3.0):
+        tokens = module.beam(model, src, torch.tensor(limits, dtype=torch.int32), K, alpha)
+        for b, limit in enumerate(limits):
+            alone = module.beam(model, one(b), limit, K, alpha)[0]
+            assert strip(tokens[b]) == strip(alone) == naive_beam(model, one(b), limit, K, alpha)
+            assert (tokens[b, len(strip(alone)):] == PAD).all()
+    assert module.beam(model, src, 7, 1).equal(module.greedy(model, src, 7))
+
+
+@scripts
+def test_beam_is_worth_it(name):
+    """Over many random models a beam finds likelier translations than greedy decoding does, on average."""
+    gain = []
+    for seed in range(15):
+        module, model, src = for_beam(name, seed, 9, 0.7)
+        found = [[row.tolist() for row in search] for search in (module.greedy(model, src, 8), module.beam(model, src, 8, 4))]
+        for b in range(3):
+            source = src[b:b + 1, :int((src[b] != PAD).sum())]
+            cut = [row[b][:next((k + 1 for k, w in enumerate(row[b]) if w in (EOS, PAD)), len(row[b]))] for row in found]
+            if PAD not in cut[0]: gain.append(log_likelihood(model, source, cut[1]) - log_likelihood(model, source, cut[0]))  # a beam never says PAD
+    assert len(gain) > 15 and sum(gain) / len(gain) > 0.05 and sum(g >= -1e-9 for g in gain) > 0.8 * len(gain)
+
+
+@scripts
+def test_unknown_words(name, monkeypatch):
+    """With --replace-unk an <unk> becomes the source word its row of alpha points at; nothing else changes."""
+    module, model, _ = for_beam(name, 3, 6, 0.7)
+    vocabularies = data.Vocabulary(data.SPECIALS + list("abcdefghi")), data.Vocabulary(data.SPECIALS + ["x", "y"])
+    sentences = [list("abc"), [], list("ghost"), ["unheard", "a"]]
+    said = lambda src, limit: torch.tensor([[UNK, 4, UNK, 5, UNK, EOS] if n else [PAD] * 6 for n in limit])
+    monkeypatch.setattr(module, "beam", lambda model, src, limit, K, alpha: said(src, limit) if (K, alpha) == (3, 0.2) else None)
+    plain, replaced = (module.translate(model, sentences, vocabularies, module.Config(beam=3, alpha=0.2, replace_unk=on)) for on in (False, True))
+    alphas = module.alignments(model, list(zip(sentences, plain)), vocabularies)
+    assert plain[0] == ["<unk>", "x", "<unk>", "y", "<unk>"] and plain[1] == replaced[1] == [] and len(set(map(tuple, replaced))) == 4
+    for source, before, after, alpha in zip(sentences, plain, replaced, alphas):
+        assert len(before) == len(after)
+        for j, (a, b) in enumerate(zip(before, after)): assert b == (source[int(np.argmax(alpha[j][:len(source)]))] if a == "<unk>" else a)
+
+
+@scripts
+def test_averaged_checkpoints(name, files, monkeypatch, capsys):
+    """The last N are kept, and only those; a run translates with their mean, and says so when there are too few."""
+    folder, _ = files
+    module = importlib.import_module(name)
+    go = lambda *flags: module.main([*train_flags(folder), "--steps", "20", *small(name), "--out", str(folder / "run"), *flags])
+    widths, beam = set(), module.beam
+    monkeypatch.setattr(module, "beam", lambda model, src, limit, K, alpha: widths.add((K, alpha)) or beam(model, src, limit, K, alpha))
+    go("--average", "3", "--beam", "2", "--alpha", "0.5")
+    assert widths == {(2, 0.5)}  # the report's, too
+    found = sorted((folder / "run").glob("step-*.pt"))
+    assert [path.name for path in found] == [f"step-{step:09}.pt" for step in (12, 16, 20)]
+    weights = [torch.load(path, weights_only=True)["model"] for path in found]
+    for N, parts in ((3, weights), (2, weights[1:])):
+        model, cfg, _ = module.restore(folder / "run", torch.device("cpu"), {"average": N})
+        assert (cfg.average, cfg.beam) == (N, 2)
+        for key, p in model.state_dict().items(): close(p, sum(w[key].double() for w in parts) / N, 1e-6)
+    best = torch.load(folder / "run" / "model.pt", weights_only=True)["model"]
+    for key, p in module.restore(folder / "run", torch.device("cpu"), {"average": 1})[0].state_dict().items(): assert p.equal(best[key])
+    capsys.readouterr()
+    module.main(["--align", str(folder / "train.en"), str(folder / "train.fr"), "--average", "9", "--out", str(folder / "run")])  # as many as there are
+    assert capsys.readouterr().out.count("\n") == 60
+    go("--resume", "--average", "1", "--steps", "24")
+    assert sorted((folder / "run").glob("step-*.pt")) == found
+    for path in found: path.unlink()
+    with pytest.raises(SystemExit) as stop: module.main(["--translate", "--average", "4", "--out", str(folder / "run")])
+    assert stop.value.code == 2 and "holds no checkpoints to average; train with --average 4" in capsys.readouterr().err
 
 
 @scripts
@@ -642,7 +745,7 @@ def test_evaluate(name):
     short = [k for k, p in enumerate(pairs) if len(p[0]) <= 10]
     assert set(got["bleu_by_length"]) == {"1-10", "11-20"} and got["bleu_by_length"]["1-10"] == pytest.approx(score(short), abs=1e-6)
     assert got["aer"] == pytest.approx(1 - 2 * sum((0, 0) in l or (1, 0) in l for l in links) / (sum(map(len, links)) + 24))
-    assert len({module.nll(model.train()(src, tgt[:, :-1]), tgt[:, 1:])[0].sum().item() for _ in range(3)}) == 3  # dropout is on in training
+    assert len({module.nll(model.train()(src, tgt[:, :-1]), tgt[:, 1:]).item() for _ in range(3)}) == 3  # dropout is on in training
 
 
 def test_bahdanau_schedule():
@@ -994,6 +1097,7 @@ for name in test_all.SCRIPTS:
     module.note = stop
     try: run("-parts")
     except ZeroDivisionError: module.note = note
+    dist.barrier()  # until the first one has saved
     run("-parts", "--resume")
     for B in (5, 1): test_all.one_step(name, dist.get_rank(), 2, f"{folder}/{{name}}{{B}}.pt", B)""")
     done = torchrun(folder / "worker.py")
@@ -1159,10 +1263,10 @@ def test_not_finite(name, way, files, monkeypatch, capsys):
     def broken(logits, y, *rest):
         if not torch.is_grad_enabled() or next(count) != at: return nll(logits, y, *rest)
         saved.update({file.name: file.read_bytes() for file in (folder / "run").iterdir()})
-        loss, grad = nll(logits, y, *rest)
-        if way == "loss": return loss * math.inf, grad
+        if way == "loss": return nll(logits, y, *rest) * math.inf
         if at != 8: os.kill(os.getpid(), signal.SIGTERM)  # not a step that is looked at, but the last one before a stop
-        return loss, grad * math.nan  # the loss is still sound
+        logits.register_hook(lambda grad: grad * math.nan)
+        return nll(logits, y, *rest)  # the loss is still sound
     monkeypatch.setattr(module, "nll", broken)
     with pytest.raises(SystemExit) as stop: module.main([*train_flags(folder), "--steps", "12", *small(name), "--out", str(folder / "run")])
     stderr, sizes = capsys.readouterr().err, {k: 2 * v for k, v in SCRIPTS[name][1].items()}
@@ -1309,7 +1413,7 @@ def test_bad_input_gets_one_line(name, files, capsys):
 @scripts
 def test_nonsense_values_of_every_flag(name, tmp_path, capsys):
     module, tried = importlib.import_module(name), 0
-    zero = {"seed", "max_len", "align_layer", "dropout", "smoothing"}
+    zero = {"seed", "max_len", "align_layer", "dropout", "smoothing", "alpha"}
     shared = {field.name for field in module.dataclasses.fields(importlib.import_module("bahdanau").Config)} if name != "bahdanau" else {}
     for field in (field for field in module.dataclasses.fields(module.Config) if field.name not in shared):  # the others are checked by the same lines
         values = {int: ["-1", "1.5", "nan", str(10 ** 30)], float: ["-0.1", "x", "nan", *["inf"] * (field.name != "clip")], bool: []}.get(field.type, ["x"])
@@ -1584,6 +1688,7 @@ def on_gpu(name, batches, graphed, seeds=None, **changes):
             losses.append(step(src.cuda() if n % 2 else src, tgt.cuda() if n % 2 else tgt).item())
         trained, wide = len(recorded), [batches[k][0].cuda() for k in (0, 1, 0, 0, 2, 1)]
         tokens = [module.greedy(model, src, 3 + n % 2).tolist() for n, src in enumerate(wide)]
+        tokens += [module.beam(model, src, 3 + n % 2, 2 + n % 2, 0.6).tolist() for n, src in enumerate(wide)]
     assert bool(any(recorded[:trained])) == bool(any(recorded[trained:])) == graphed
     return losses, [p.detach().cpu() for p in model.parameters()], tokens
 

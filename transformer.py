@@ -20,7 +20,7 @@ The alignment it draws is the last layer's attention to the source, the mean of 
 
 Deviations from the paper
 - Words are what stands between spaces, so that nothing else is needed; the paper's are 37,000 byte pairs.
-- How it starts, which the paper does not tell: E N(0, 1/d_model), biases 0, matrices Glorot's, a sublayer's last over sqrt(2N).
+- How it starts, untold: E N(0, 1/d_model), biases 0, Glorot, a sublayer's last matrix over sqrt(2N), or deep ones hardly learn.
 - bf16 on CUDA, for speed. The checkpoints whose mean --paper takes are --every steps apart; the paper's, ten minutes.
 - Without --paper: small, no dropout, two vocabularies, greedy, a learning rate that also falls to 0: learns in two minutes.
 """

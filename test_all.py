@@ -450,9 +450,11 @@ def test_saliency_of_nothing():
     close(alpha, (words / words.sum(1, keepdim=True)).unsqueeze(1).expand_as(alpha))
 
 
+@pytest.mark.parametrize("compiling", (False, True))
 @pytest.mark.parametrize("seed", range(3))
-def test_label_smoothing(seed):
-    """(1 - e) of the target's log-probability and e of the mean over all words; nothing for padding."""
+def test_label_smoothing(seed, compiling, monkeypatch):
+    """(1 - e) of the target's log-probability and e of the mean over all words; nothing for padding; also as it is compiled."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     module, r = importlib.import_module("transformer"), torch.Generator().manual_seed(seed)
     logits, y = torch.randn(3, 4, 7, generator=r).double().requires_grad_(), torch.randint(0, 7, (3, 4), generator=r)
     y[0, 3] = PAD

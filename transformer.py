@@ -204,9 +204,11 @@ def record(f, inputs, graphs, most, at_once=False):
     graph, places, out, _ = graphs[key]
     for place, x in zip(places, inputs): place.copy_(x)
     return lambda: graph.replay() or out, places
-def nll(logits, y, smoothing=0.0):  # negative log-likelihood of y (B,T), summed, label-smoothed if asked, 0 for padding
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
-    return F.cross_entropy(exact, y.flatten(), ignore_index=PAD, label_smoothing=smoothing, reduction="sum")
+def nll(logits, y, eps=0.0):  # negative log-likelihood of y (B,T), summed, label-smoothed by eps, 0 for padding
+    z, y, V = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1), y.flatten(), logits.size(-1)
+    if not torch.compiler.is_compiling(): return F.cross_entropy(z, y, ignore_index=PAD, reduction="sum", label_smoothing=eps)
+    q = (torch.arange(V, device=y.device) == y.unsqueeze(1)).to(z) * (1 - eps) + eps / V  # the same, but the compiler fuses it
+    return ((z.logsumexp(-1) - (q * z).sum(-1)) * (y != PAD)).sum()
 
 def make_train_step(model, cfg, optimizer=None):
     """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16, weights in float32."""
@@ -225,12 +227,10 @@ def make_train_step(model, cfg, optimizer=None):
         count, logits = torch.stack([(tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()]), net(src, tgt[:, :-1])
         if world > 1: dist.all_reduce(count)  # a token weighs the same on whichever process it is
         scale = world / count[0 if cfg.per == "token" else 1]  # times world: DistributedDataParallel takes the processes' mean
-        loss = loss_fn(logits, tgt[:, 1:], cfg.smoothing)
-        (loss * scale).backward()
+        ((loss := loss_fn(logits, tgt[:, 1:], cfg.smoothing)) * scale).backward()
         if cuda: torch._foreach_copy_([p.grad for p in weights], [p.grad for p in copies])
         if cfg.clip < math.inf: nn.utils.clip_grad_norm_(weights, cfg.clip)
-        optimizer.step()
-        inner.zero_grad(set_to_none=True)
+        optimizer.step(), inner.zero_grad()
         if world > 1: dist.all_reduce(loss := loss.detach())
         return loss.detach() / count[0]
     def step(src, tgt):
@@ -248,17 +248,17 @@ def beam(model, src, max_len, K, alpha=0.0, kept=weakref.WeakKeyDictionary()):
     net, graphs = src.is_cuda and kept.get(model) or (twin(model).eval(), {})
     if net is not model: kept[model] = net, graphs
     def step(out, y, t, left, score, alpha, *rest):  # all of them changed in place
-        (logits, state), ended = net.step(y, rest[n:], rest[:n]), left <= 0                                  # (BK,V), (BK,)
-        if K == 1: y.copy_(logits.argmax(-1).masked_fill_(ended, PAD))  # greedy: the likeliest word
+        (logits, state), ended = net.step(y, rest[n:], rest[:n]), (left <= 0).unsqueeze(1)                   # (BK,V), (BK,1)
+        if K == 1: y.copy_(logits.argmax(-1).masked_fill_(left <= 0, PAD))  # greedy: the likeliest word
         else:
-            log_p = logits.to(score.dtype).log_softmax(-1).masked_fill_(ended.unsqueeze(1), -torch.inf)
-            log_p[:, PAD].fill_(-torch.inf).masked_fill_(ended, 0)  # after the end nothing follows, at no cost
-            total, length = score.view(-1, 1) + log_p, ((out != PAD).sum(1) + ~ended).to(score.dtype).unsqueeze(1)
-            best = (total / ((5 + length) / 6) ** alpha).view(len(score), -1).topk(K)[1]                     # (B,K) of K V
-            rows = (best // log_p.size(1) + K * torch.arange(len(score), device=y.device).unsqueeze(1)).flatten()
-            score.copy_(total.view(len(score), -1).gather(1, best)), y.copy_(best.flatten() % log_p.size(1))
-            out.copy_(out[rows]), left.copy_(left[rows])
-            state = net.pick(state, rows)
+            (log_p := logits.log_softmax(-1, score.dtype))[:, PAD].fill_(-torch.inf)
+            gain, words = log_p.topk(min(K, log_p.size(1)))  # no more of a hypothesis can be among the best     (BK,K) each
+            gain.masked_fill_(ended, -torch.inf)[:, :1].masked_fill_(ended, 0)  # after the end nothing follows, at no cost
+            total, length = score.view(-1, 1) + gain, ((out != PAD).sum(1, True) + ~ended).to(score.dtype)
+            best = (total / ((5 + length) / 6) ** alpha).view(len(score), -1).topk(K)[1]                     # (B,K) of K K
+            best += total.numel() // len(score) * torch.arange(len(score), device=y.device).unsqueeze(1)     # of all in total
+            score.copy_(total.take(best)), y.copy_(words.masked_fill_(ended, PAD).take(best).flatten())
+            state, *_ = net.pick(state, rows := best.flatten() // gain.size(1)), out.copy_(out[rows]), left.copy_(left[rows])
         out.scatter_(1, t.expand(len(y), 1), y.unsqueeze(1)), t.add_(1), left.sub_(1).masked_fill_((y == EOS) | (y == PAD), 0)
         for old, new in zip(rest[n:], state): old.copy_(new)
     with torch.inference_mode():

@@ -225,7 +225,7 @@ def beam(model, src, max_len, K, alpha=0.0, kept=weakref.WeakKeyDictionary()):
             total, length = score.view(-1, 1) + gain, ((out != PAD).sum(1, True) + ~ended).to(score.dtype)
             best = (total / ((5 + length) / 6) ** alpha).view(len(score), -1).topk(K)[1]                     # (B,K) of K K
             best += total.numel() // len(score) * torch.arange(len(score), device=y.device).unsqueeze(1)     # of all in total
-            score.copy_(total.take(best)), y.copy_(words.masked_fill_(ended, PAD).take(best).flatten())
+            score.copy_(total.flatten()[best]), y.copy_(words.masked_fill_(ended, PAD).flatten()[best.flatten()])
             state, *_ = net.pick(state, rows := best.flatten() // gain.size(1)), out.copy_(out[rows]), left.copy_(left[rows])
         out.scatter_(1, t.expand(len(y), 1), y.unsqueeze(1)), t.add_(1), left.sub_(1).masked_fill_((y == EOS) | (y == PAD), 0)
         for old, new in zip(rest[n:], state): old.copy_(new)

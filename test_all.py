@@ -601,6 +601,31 @@ def test_beam(name, seed):
     assert module.beam(model, src, 7, 1).equal(module.greedy(model, src, 7))
 
 
+class Chance(torch.nn.Module):
+    """A model that is a table: what follows depends on all that came before, by chance."""
+    def __init__(self, seed, V=5):
+        super().__init__()
+        self.V, self.table = V, torch.nn.Parameter(2 * torch.randn(997, V, generator=torch.Generator().manual_seed(seed), dtype=torch.double))
+    def encode(self, src): return src.sum(1),
+    def start(self, memory, room=None): return memory
+    def pick(self, state, rows): return state[0][rows],
+    def step(self, y, state, memory): return self.table[past := (state[0] * 31 + y * 7 + 1) % 997], (past,)
+    def forward(self, src, tgt_in):
+        state, out = self.encode(src), []
+        for y in tgt_in.T:
+            logits, state = self.step(y, state, None)
+            out.append(logits)
+        return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("seed", (25, 31, 45, 52, 54))
+def test_beam_by_chance(seed):
+    """One that has ended takes one place and no more: here a second one would push out what wins in the end."""
+    model, src = Chance(seed).eval(), torch.tensor([[4, 5, 6, EOS], [7, EOS, PAD, PAD], [5, 8, EOS, PAD]])
+    for row, alone in zip(importlib.import_module("bahdanau").beam(model, src, 8, 3, 5.0).tolist(), src.split(1)):
+        assert [w for w in row if w != PAD] == naive_beam(model, alone, 8, 3, 5.0)
+
+
 @scripts
 def test_beam_is_worth_it(name):
     """Over many random models a beam finds likelier translations than greedy decoding does, on average."""

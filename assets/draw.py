@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-SCRIPTS = {"seq2seq_lstm": "#d9483b", "bahdanau": "#2f7fd6", "luong": "#d68a00", "transformer": "#1f9d6b"}  # seen on light and on dark
-STYLE = "text{fill:#222}.grid{stroke:#8886}.cell{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}.cell{fill:#8ab8ff}}"
+SCRIPTS = {"seq2seq_lstm": "#d9483b", "bahdanau": "#2f7fd6", "luong": "#d68a00", "luong-feeding": "#8e5bd0", "transformer": "#1f9d6b"}  # seen on light and on dark
+STYLE = "text{fill:#6e7781}.grid{stroke:#8886}.cell{fill:#2f7fd6}"
 
 
 def svg(name, width, height, parts):
@@ -14,6 +14,9 @@ def svg(name, width, height, parts):
 
 
 def text(x, y, words, more=""): return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{html.escape(words)}</text>'
+
+
+def dashes(script): return ' stroke-dasharray="6 4"' * script.endswith("-feeding")
 
 
 def panel(left, title, runs, top):
@@ -31,21 +34,22 @@ def panel(left, title, runs, top):
         line = lambda values: " ".join(f"{x(k):.0f},{y(value):.1f}" for k, value in values)
         low, high, mean = (list(enumerate(f(0))) for f in (table.min, table.max, table.mean))
         if len(table) > 1: out += [f'<polygon points="{line(low + high[::-1])}" fill="{SCRIPTS[script]}" opacity="0.2"/>']
-        out += [f'<polyline points="{line(mean)}" fill="none" stroke="{SCRIPTS[script]}" stroke-width="2.5"/>']
+        out += [f'<polyline points="{line(mean)}" fill="none" stroke="{SCRIPTS[script]}" stroke-width="2.5"{dashes(script)}/>']
         out += [f'<circle cx="{x(k):.0f}" cy="{y(value):.1f}" r="3.5" fill="{SCRIPTS[script]}"/>' for k, value in mean]
     return out
 
 
 def by_length(pattern):
     logs = {script: sorted((HERE / "runs").glob(pattern.format(script))) for script in SCRIPTS}
-    return {script: [json.loads(path.read_text().splitlines()[-1])["bleu_by_length"] for path in paths] for script, paths in logs.items()}
+    return {script: [json.loads(path.read_text().splitlines()[-1])["bleu_by_length"] for path in paths] for script, paths in logs.items() if paths}
 
 
 def lengths():
     parts = panel(50, "BLEU, built-in corpus, three seeds", by_length("built-in-{}-?.jsonl"), 100)
-    parts += panel(490, "BLEU, Europarl English-French", by_length("europarl-{}.jsonl"), 50)
-    for k, (script, color) in enumerate(SCRIPTS.items()):
-        parts += [f'<rect x="{150 + 190 * k}" y="345" width="22" height="5" fill="{color}"/>', text(178 + 190 * k, 352, script + ".py")]
+    parts += panel(490, "BLEU, Europarl English-French, one seed", by_length("europarl-{}.jsonl"), 50)
+    for x, (script, color) in zip((60, 215, 345, 455, 670), SCRIPTS.items()):
+        parts += [f'<line x1="{x}" x2="{x + 24}" y1="348" y2="348" stroke="{color}" stroke-width="4"{dashes(script)}/>']
+        parts += [text(x + 30, 352, script.replace("-feeding", ".py --input-feeding") if dashes(script) else script + ".py")]
     svg("length.svg", 940, 365, parts)
 
 
@@ -55,7 +59,7 @@ def alignments():
     for line in (HERE / "runs" / "alignment.jsonl").read_text().splitlines():
         script, source, target, alpha = json.loads(line).values()
         wide = 12 + 7.4 * max(map(len, target))
-        parts += [text(left + wide, 24, script + ".py", 'font-weight="bold"')]
+        parts += [text(left + wide, 24, script + ".py" + " (gradient)" * (script == "seq2seq_lstm"), 'font-weight="bold"')]
         parts += [f'<text transform="translate({left + wide + 15 * j + 12:.0f},125) rotate(-90)">{html.escape(word)}</text>' for j, word in enumerate(source)]
         parts += [text(left + wide - 5, 143 + 15 * i, word, 'text-anchor="end"') for i, word in enumerate(target)]
         parts += [f'<rect class="cell" x="{left + wide + 15 * j:.0f}" y="{131 + 15 * i}" width="14" height="14" opacity="{0.06 + 0.94 * a:.2f}"/>'

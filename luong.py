@@ -14,7 +14,7 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based Neural Machin
     c_t = sum_s a_t(s) h-_s                      the context
     h~_t = tanh(W_c [c_t ; h_t])                 the attentional state                               (5)
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                             (6)
-    python luong.py                              built-in corpus: BLEU 97, AER 0.032 after 105 s on two CPU cores
+    python luong.py                              built-in corpus: BLEU 96, AER 0.030 after 99 s on two CPU cores
     python luong.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 
 Deviations from the paper
@@ -47,7 +47,7 @@ class Config:
     dropout: float = 0.2    # on the input of each LSTM layer and on what enters the softmax
     init: float = 0.15      # every weight is drawn between this and its negative
     optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd is the paper's
-    lr: float = 0.01        # learning rate
+    lr: float = 0.006       # learning rate
     warmup: int = 30        # steps until Adam's learning rate is reached; from there it falls to 0
     clip: float = 1.0       # a gradient of greater norm is scaled down to it
     smoothing: float = 0.1  # label smoothing; the paper has none

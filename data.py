@@ -339,7 +339,7 @@ def heatmap(source, target, alpha):  # in the terminal: a column a source word, 
     return "\n".join(head + [word.rjust(wide) + " " + shade(row) for word, row in zip(target, alpha)])
 def svg(source, target, alpha):  # the same as a picture, readable on light and dark
     left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
-    style = "text{fill:#222}rect{fill:#1a56b0}@media(prefers-color-scheme:dark){text{fill:#ddd}rect{fill:#8ab8ff}}"
+    style = "text{fill:#6e7781}rect{fill:#2f7fd6}"
     label = lambda x, y, more, word: f'<text transform="translate({x},{y}){more}>{html.escape(word)}</text>'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 22 * len(source) + 12}" '
              f'height="{top + 22 * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']

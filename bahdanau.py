@@ -3,121 +3,171 @@
 # dependencies = ["torch>=2.6", "numpy", "tqdm"]
 # ///
 """RNNsearch: a translation model that looks at the source anew for every word it writes.
-Bahdanau, Cho, Bengio 2015, Neural Machine Translation by Jointly Learning to Align and Translate, arXiv 1409.0473
+Bahdanau, Cho, Bengio 2015, Neural Machine Translation by Jointly Learning to Align and Translate,
+arXiv 1409.0473
 
-    h_j = [->h_j ; <-h_j]                        the annotation of source word j                     (7)
-    e_ij = v_a^T tanh(W_a s_{i-1} + U_a h_j)     how well it fits what the decoder is about to say   A.1.2
-    alpha_ij = softmax_j(e_ij)                   the alignment                                       (6)
-    c_i = sum_j alpha_ij h_j                     the context of target word i                        (5)
-    s_i = f(s_{i-1}, y_{i-1}, c_i)               the decoder's state, after attention                A.1.1
-    p(y_i | y_<i, x) = g(y_{i-1}, s_i, c_i)      maxout, then softmax                                (4), A.2.2
+    h_j = [->h_j ; <-h_j]                      the annotation of source word j                (7)
+    e_ij = v_a^T tanh(W_a s_{i-1} + U_a h_j)   how well it fits what is about to be said    A.1.2
+    alpha_ij = softmax_j(e_ij)                 the alignment                                  (6)
+    c_i = sum_j alpha_ij h_j                   the context of target word i                   (5)
+    s_i = f(s_{i-1}, y_{i-1}, c_i)             the decoder's state, after attention         A.1.1
+    p(y_i | y_<i, x) = g(y_{i-1}, s_{i-1}, c_i)   maxout, then softmax                      A.2.2
 
-    python bahdanau.py                           built-in corpus: BLEU 95, AER 0.092 after 103 s on two CPU cores
+    python bahdanau.py                         built-in corpus: BLEU 95, AER 0.09, 103 s, 2 cores
     python bahdanau.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 
 Deviations from the paper
-- The encoder is torch's fused GRU, which has r o (U h) for the paper's U (r o h). The paper's cell there makes a training
-  step 1.08 times as long on a CPU, 1.6 times on a GPU (paper's sizes, no graphs). The decoder's cell is the paper's own.
-- The deep output reads s_i, as in (4). With A.2.2's s_{i-1} the default run translates as well and aligns a little worse
-  (AER 0.116 against 0.103, two seeds each).
-- A batch holds like lengths of the whole corpus, not of 1,600 pairs: less padding. On CUDA its sources have one length.
-- On CUDA the arithmetic is bf16, for speed. The paper does not tell how wide its beam is: 10 with --paper.
-- Without --paper: small, Adam, label smoothing, dropout on embeddings and annotations, greedy, to learn in two minutes.
+- (4) writes s_i where A.2.2 writes s_{i-1}; the authors ran s_{i-1}, and so do we.
+- The encoder is torch's fused GRU, r o (U h) for the paper's U (r o h): the paper's cell takes 1.6
+  times as long on a GPU. The decoder's cell is the paper's own.
+- A batch holds one source length of the whole corpus, not of 1,600 pairs: nothing is padded.
+- bf16 on CUDA, for speed. Not told, so ours: a beam of 10, translations of n + 50 words at most.
+- Without --paper: small, Adam, label smoothing, dropout, greedy, to learn in two minutes.
 """
-import argparse, copy, dataclasses, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, weakref, zlib
+
+import copy
+import dataclasses
+import math
+import os
+import time
+import typing
+import weakref
 from pathlib import Path
-from zipfile import ZipFile
-import numpy as np, torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
 from tqdm import tqdm
+
 import data
-from data import BOS, EOS, PAD, UNK
+from data import BOS, EOS, PAD
+
 
 @dataclasses.dataclass
 class Config:
-    src_vocab: int = 30000  # source words kept, the most frequent ones (4 special ones counted); the others become <unk>
-    tgt_vocab: int = 30000  # target words kept, likewise
-    emb: int = 128          # m, size of a word embedding
-    hidden: int = 128       # n, hidden units of each encoder direction and of the decoder
-    attn: int = 128         # n', hidden units of the alignment model
-    maxout: int = 64        # l, maxout units of the deep output
-    dropout: float = 0.2    # on embeddings and annotations; the paper has none
-    init: float = 0.1       # standard deviation of the initial weights, the recurrent ones aside: those are orthogonal
-    init_attn: float = 0.15 # the same of W_a and U_a
+    # fmt: off
+    # text
+    src_vocab: int = 30000     # source words kept, the most frequent; the others become <unk>
+    tgt_vocab: int = 30000     # target words kept, likewise
+    joint: bool = False        # one vocabulary for both languages, of --src-vocab words
+    min_count: int = 1         # rarer words become <unk>
+    max_len: int = 0           # words in a training sentence at most (0: 30 built-in, 100 your own)
+    # model
+    emb: int = 128             # m, size of a word embedding
+    hidden: int = 128          # n, hidden units of each encoder direction and of the decoder
+    attn: int = 128            # n', hidden units of the alignment model
+    maxout: int = 64           # l, maxout units of the deep output
+    dropout: float = 0.2       # on embeddings and annotations; the paper has none
+    init: float = 0.1          # standard deviation of the initial weights; recurrent: orthogonal
+    init_attn: float = 0.15    # the same of W_a and U_a
+    # training
     optimizer: typing.Literal["adam", "adadelta"] = "adam"  # adadelta is the paper's
-    lr: float = 0.011       # learning rate
-    warmup: int = 30        # steps until Adam's learning rate is reached; from there it falls to 0
-    clip: float = 1.0       # a gradient of greater norm is scaled down to it
-    smoothing: float = 0.1  # label smoothing; the paper has none
-    per: typing.Literal["token", "sentence"] = "token"  # the gradient is that of the mean loss of a token, or of a sentence
-    tokens: int = 2048      # source and target tokens in a batch of one process, padding counted
-    sentences: int = 1000   # sentences in a batch of one process at most
-    steps: int = 520        # training steps
-    every: int = 100        # steps between two looks at the validation set
-    max_len: int = 0        # words in a sentence to train on at most (0: 30 in the built-in corpus, 100 in your own text)
-    min_count: int = 1      # rarer words become <unk>
-    joint: bool = False     # one vocabulary for both languages, of --src-vocab words
-    beam: int = 1           # hypotheses kept in decoding; 1 is greedy
-    alpha: float = 0.0      # in decoding log p is divided by the length penalty ((5 + |y|) / 6)^alpha
-    replace_unk: bool = False  # an <unk> in a translation becomes the source word it is aligned with
-    average: int = 1        # the weights used are the mean of those at the last so many looks at the validation set, if above 1
-    seed: int = 1           # of all that is random
+    lr: float = 0.011          # learning rate
+    warmup: int = 30           # steps until Adam's learning rate is reached; then it falls to 0
+    clip: float = 1.0          # a gradient of greater norm is scaled down to it
+    smoothing: float = 0.1     # label smoothing; the paper has none
+    per: typing.Literal["token", "sentence"] = "token"  # whose mean loss the gradient is of
+    tokens: int = 2048         # source and target tokens in a batch, padding counted
+    sentences: int = 1000      # sentences in a batch at most
+    accumulate: int = 1        # pieces a batch is computed in, to save memory
+    steps: int = 520           # training steps
+    every: int = 100           # steps between two looks at the validation set
+    average: int = 1           # if above 1: keep the mean of the weights at the last so many looks
+    compile: bool = False      # torch.compile what it makes faster, on CUDA
+    seed: int = 1              # of all that is random
+    # decoding
+    beam: int = 1              # hypotheses kept; 1 is greedy
+    alpha: float = 0.0         # log p is divided by the length penalty ((5 + |y|) / 6)^alpha
+    replace_unk: bool = False  # an <unk> becomes the source word it is aligned with
+    # fmt: on
+
+    def __post_init__(self):
+        data.check(self)
+
     @classmethod
     def paper(cls, **overrides):
-        """Section 4.2 and appendix B. The paper trained for about five days; the number of steps is ours."""
-        return cls(**dict(emb=620, hidden=1000, attn=1000, maxout=500, dropout=0.0, smoothing=0.0, init=0.01, init_attn=0.001,
-                          per="sentence", optimizer="adadelta", lr=1.0, sentences=80, tokens=10000, max_len=50,
-                          steps=300000, every=2000, beam=10) | overrides)
+        """Section 4.2, appendix B, and the updates of RNNsearch-50 in table 2."""
+        sizes = dict(emb=620, hidden=1000, attn=1000, maxout=500, dropout=0.0)
+        start = dict(init=0.01, init_attn=0.001)
+        recipe = dict(optimizer="adadelta", lr=1.0, smoothing=0.0, per="sentence", compile=True)
+        batches = dict(sentences=80, tokens=10000, max_len=50, steps=288000, every=2000)
+        return cls(**sizes | start | recipe | batches | dict(beam=10) | overrides)
 
-# x source, y target, h annotations, s decoder state, alpha alignment, c context; o is the product element by element.
-# Shapes: B batch, S source length, T target length, E embedding, H hidden, A alignment units, V vocabulary.
+
+# x source, y target, h annotations, s decoder state, alpha alignment, c context; o is *.
+# Shapes: B batch, S source length, T target length, E embedding, H hidden, A alignment units,
+# V vocabulary. A mask is True where nobody may look.
+
 
 class AdditiveAttention(nn.Module):
     """Where in the source does the next target word come from?"""
+
     def __init__(self, query, key, units):
         super().__init__()
         self.W_a = nn.Linear(query, units, bias=False)
         self.U_a = nn.Linear(key, units, bias=False)
-        self.v_a = nn.Parameter(torch.zeros(units))
-    def forward(self, s, keys, h, mask):                                          # s (B,H)  keys = U_a h (B,S,A)  h (B,S,2H)
-        e = torch.tanh(self.W_a(s).unsqueeze(1) + keys) @ self.v_a                # A.1.2                            (B,S)
-        alpha = e.masked_fill(mask, -torch.inf).softmax(-1)                       # eq. (6); padding gets zero       (B,S)
-        c = (alpha.unsqueeze(1) @ h).squeeze(1)                                   # eq. (5)                          (B,2H)
+        self.v_a = nn.Parameter(torch.randn(units) / math.sqrt(units))
+
+    def forward(self, s, keys, h, mask=None):  # s (B,H)  keys = U_a h (B,S,A)  h (B,S,2H)
+        e = torch.tanh(self.W_a(s).unsqueeze(1) + keys) @ self.v_a  # A.1.2   (B,S)
+        if mask is not None:
+            e = e.masked_fill(mask, -torch.inf)  # padding gets exactly zero
+        alpha = e.softmax(-1)  # eq. (6)   (B,S)
+        c = (alpha.unsqueeze(1) @ h).squeeze(1)  # eq. (5)   (B,2H)
         return c, alpha
+
 
 class GatedUnit(nn.Module):
     """The decoder's recurrence, A.1.1: the context enters the candidate and both gates."""
+
     def __init__(self, emb, hidden, context):
         super().__init__()
-        self.W = nn.Linear(emb, 3 * hidden)                      # W_z, W_r, W in one matrix, and so below
+        self.W = nn.Linear(emb, 3 * hidden)  # W_z, W_r, W in one matrix, and so below
         self.C = nn.Linear(context, 3 * hidden, bias=False)
         self.U_zr = nn.Linear(hidden, 2 * hidden, bias=False)
         self.U = nn.Linear(hidden, hidden, bias=False)
-    def forward(self, We, s, c):                                                  # We = W e(y_{i-1}) (B,3H)  s (B,H)  c (B,2H)
-        gates, candidate = (We + self.C(c)).split([2 * s.size(-1), s.size(-1)], -1)
+
+    def forward(self, We, s, c):  # We = W e(y_{i-1}) (B,3H)  s (B,H)  c (B,2H)
+        H = s.size(-1)
+        gates, candidate = (We + self.C(c)).split([2 * H, H], -1)
         z, r = torch.sigmoid(gates + self.U_zr(s)).chunk(2, -1)
-        s_tilde = torch.tanh(candidate + self.U(r * s))                           # U [r o s], not r o (U s)
-        return torch.lerp(s, s_tilde, z)                                          # (1 - z) o s + z o s_tilde
+        s_tilde = torch.tanh(candidate + self.U(r * s))  # U [r o s], not r o (U s)
+        return torch.lerp(s, s_tilde, z)  # (1 - z) o s + z o s_tilde
+
 
 class Encoder(nn.Module):
     """Two recurrent networks over one embedding, each reading the sentence from its own end."""
+
     def __init__(self, cfg):
         super().__init__()
         self.E = nn.Embedding(cfg.src_vocab, cfg.emb)
         self.right = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)
         self.left = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)
         self.drop = nn.Dropout(cfg.dropout)
+
     def forward(self, src):
-        length, place = (src != PAD).sum(1, keepdim=True), torch.arange(src.size(1), device=src.device)
-        turn = ((length - 1 - place) % src.size(1)).unsqueeze(-1)     # turns the words around, padding stays behind them:
-        x = self.drop(self.E(src))                                    # <-h sees none of it, and nothing need be packed
+        x = self.drop(self.E(src))  # (B,S,E)
         right, _ = self.right(x)
-        left, _ = self.left(x.gather(1, turn.expand_as(x)))
-        left = left.gather(1, turn.expand_as(left))
-        return self.drop(torch.cat([right, left], -1))                            # eq. (7)   (B,S,2H)
+        left, _ = self.left(turned(x, src))  # padding stays behind: <-h sees none of it
+        h = torch.cat([right, turned(left, src)], -1)  # eq. (7)   (B,S,2H)
+        return self.drop(h)
+
+
+def turned(x, src):
+    """x (B,S,..) with each sentence's words the other way around, its padding still behind them."""
+    length = (src != PAD).sum(1, keepdim=True)
+    place = torch.arange(src.size(1), device=src.device)
+    index = ((length - 1 - place) % src.size(1)).unsqueeze(-1)
+    return x.gather(1, index.expand_as(x))
+
 
 class RNNsearch(nn.Module):
+    """The whole model: annotations, then one target word after the other."""
+
     def __init__(self, cfg):
         super().__init__()
+        self.cfg = cfg
         self.encoder = Encoder(cfg)
         self.E = nn.Embedding(cfg.tgt_vocab, cfg.emb)
         self.drop = nn.Dropout(cfg.dropout)
@@ -129,372 +179,433 @@ class RNNsearch(nn.Module):
         self.C_o = nn.Linear(2 * cfg.hidden, 2 * cfg.maxout, bias=False)
         self.W_o = nn.Linear(cfg.maxout, cfg.tgt_vocab)
         self.init(cfg)
+
     @torch.no_grad()
     def init(self, cfg):
-        """Appendix B.1: recurrent matrices orthogonal, v_a and biases zero, all others normal."""
+        """B.1: recurrent matrices orthogonal, v_a and biases zero, all others normal."""
         for name, p in self.named_parameters():
-            if p.ndim == 1: p.zero_()
+            if p.ndim == 1:
+                p.zero_()
             elif "weight_hh" in name or "cell.U" in name:
-                for gate in p.split(p.size(1)): nn.init.orthogonal_(gate)
-            else: p.normal_(0, cfg.init_attn if "_a." in name else cfg.init)
+                for gate in p.split(p.size(1)):
+                    nn.init.orthogonal_(gate)
+            else:
+                p.normal_(0, cfg.init_attn if "_a." in name else cfg.init)
+
     def encode(self, src):
         h = self.encoder(src)
-        return h, self.attention.U_a(h), src == PAD               # U_a h does not depend on i: computed once
+        keys = self.attention.U_a(h)  # does not depend on i: computed once
+        return h, keys, src == PAD
+
     def start(self, memory, room=None):
         h, _, _ = memory
-        return torch.tanh(self.W_s(h[:, 0, h.size(-1) // 2:])),                   # s_0 from <-h_1, A.2.2   (B,H)
-    def pick(self, state, rows): return state[0][rows],           # the states of these hypotheses, for beam
-    def readout(self, s, y, c):
-        t_tilde = self.U_o(s) + self.V_o(y) + self.C_o(c)                         # A.2.2   (..,2l)
-        t = t_tilde.unflatten(-1, (-1, 2)).amax(-1)                               # maxout over pairs   (..,l)
+        left_1 = h[:, 0, h.size(-1) // 2 :]  # <-h_1
+        return (torch.tanh(self.W_s(left_1)),)  # s_0, A.2.2   (B,H)
+
+    def pick(self, state, rows):  # the states of these rows, for beam search
+        return tuple(x[rows] for x in state)
+
+    def readout(self, s, y, c):  # s_{i-1}, E y_{i-1}, c_i
+        t_tilde = self.U_o(s) + self.V_o(y) + self.C_o(c)  # A.2.2   (..,2l)
+        t = t_tilde.unflatten(-1, (-1, 2)).amax(-1)  # maxout over pairs   (..,l)
         return self.W_o(t)
-    def step(self, y, state, memory):                                             # y (B,)
-        (s,), (h, keys, mask) = state, memory
+
+    def step(self, y, state, memory):  # y (B,)
+        (s,) = state
+        h, keys, mask = memory
         y = self.drop(self.E(y))
         c, _ = self.attention(s, keys, h, mask)
-        s = self.cell(self.cell.W(y), s, c)
-        return self.readout(s, y, c), (s,)
+        logits = self.readout(s, y, c)
+        return logits, (self.cell(self.cell.W(y), s, c),)
+
     def forward(self, src, tgt_in, need_alpha=False):
-        h, keys, mask = memory = self.encode(src)
-        y = self.drop(self.E(tgt_in))                                             # (B,T,E)
-        (s,), steps = self.start(memory), []
-        for We in self.cell.W(y).unbind(1):                       # only what needs s_{i-1} happens in here
+        memory = self.encode(src)
+        h, keys, mask = memory
+        y = self.drop(self.E(tgt_in))  # (B,T,E)
+        (s,) = self.start(memory)
+        steps = []
+        for We in self.cell.W(y).unbind(1):  # only what needs s_{i-1} happens in here
             c, alpha = self.attention(s, keys, h, mask)
-            s = self.cell(We, s, c)
             steps.append((s, c, alpha))
-        s, c, alpha = (torch.stack(x, 1) for x in zip(*steps))                    # (B,T,H), (B,T,2H), (B,T,S)
-        logits = self.readout(s, y, c)                                            # (B,T,V)
+            s = self.cell(We, s, c)
+        s, c, alpha = (torch.stack(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,2H), (B,T,S)
+        logits = self.readout(s, y, c)  # (B,T,V)
         return (logits, alpha) if need_alpha else logits
 
+
 def make_optimizer(model, cfg):
-    if cfg.optimizer == "adadelta": return torch.optim.Adadelta(model.parameters(), lr=cfg.lr, rho=0.95, eps=1e-6)
-    return torch.optim.Adam(model.parameters(), lr=cfg.lr)
+    """Adadelta is the paper's, B.2."""
+    if cfg.optimizer == "adadelta":
+        return torch.optim.Adadelta(model.parameters(), lr=cfg.lr, rho=0.95, eps=1e-6)
+    return torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
+
+
 def learning_rate(cfg, step):
-    if cfg.optimizer == "adadelta": return cfg.lr
+    """Adadelta's is constant; Adam's rises, then falls to 0."""
+    if cfg.optimizer == "adadelta":
+        return cfg.lr
     return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
-Model, Parts = RNNsearch, (AdditiveAttention, GatedUnit)       # Parts: what torch.compile fuses, if there are steps enough
+
+
+Model = RNNsearch
+Parts = (AdditiveAttention, GatedUnit)  # what --compile compiles
 
 # ---- the same in every script from here on ----
 
-def ranks(): return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-def one_length(src):  # is no source padded? While a graph is recorded nobody can look, but only such are: see make_train_step
-    return src.is_cuda and torch.cuda.is_current_stream_capturing() or bool((src[:, -1] != PAD).all())
-def twin(model):  # what computes: on CUDA a model like it in bf16, with weights still to be copied; elsewhere the model itself
-    if not next(model.parameters()).is_cuda: return model
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention makes a plan for every new shape, and takes long over it
-    with torch.inference_mode(False): copied = copy.deepcopy(model).half()  # LSTMs lay out half for cuDNN, but not bf16
-    for p in copied.parameters(): p.data = p.data.view(torch.bfloat16)
-    return copied
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets both
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+COPIES = weakref.WeakKeyDictionary()  # the bf16 copies of models: it takes long to make one
 
-def record(f, inputs, graphs, most, at_once=False):
-    """(g, places): g() is f(*places), and places hold the inputs. On CUDA, when inputs of these shapes come a second time, f is
-    recorded as a graph (at_once: the first time, but for the very first call), and replayed from then on: one launch."""
-    key = tuple(x.shape for x in inputs)
-    if key not in graphs and len(graphs) > most: graphs.popitem()  # the newest makes room: those that come often came first
-    if not inputs[0].is_cuda or key not in graphs and not (at_once and graphs):
-        graphs[key] = None
-        return lambda: f(*inputs), inputs
-    if not graphs.get(key):
-        places, graph, recorded = [x.clone() for x in inputs], torch.cuda.CUDAGraph(), [g for g in graphs.values() if g]
-        pool, stream = (recorded[0][0].pool(), recorded[0][3]) if recorded else (None, torch.cuda.Stream(inputs[0].device))
-        with torch.cuda.stream(stream):  # not torch.cuda.graph, which empties the cache every time: once is enough
-            torch.cuda.synchronize(), recorded or torch.cuda.empty_cache(), graph.capture_begin(pool, "relaxed")
-            try: graphs[key] = graph, places, f(*places), stream
-            finally: graph.capture_end()
-    graph, places, out, _ = graphs[key]
-    for place, x in zip(places, inputs): place.copy_(x)
-    return lambda: graph.replay() or out, places
-def nll(logits, y, eps=0.0):  # negative log-likelihood of y (B,T), summed, label-smoothed by eps, 0 for padding
-    z, y, V = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1), y.flatten(), logits.size(-1)
-    if not torch.compiler.is_compiling(): return F.cross_entropy(z, y, ignore_index=PAD, reduction="sum", label_smoothing=eps)
-    q = (torch.arange(V, device=y.device) == y.unsqueeze(1)).to(z) * (1 - eps) + eps / V  # the same, but the compiler fuses it
-    return ((z.logsumexp(-1) - (q * z).sum(-1)) * (y != PAD)).sum()
+
+@torch.no_grad()
+def in_bf16(model):
+    """The network that computes: on CUDA the model's copy, brought up to date, else the model."""
+    if not next(model.parameters()).is_cuda:
+        return model
+    if model not in COPIES:
+        with torch.inference_mode(False):
+            net = copy.deepcopy(model).half()  # lays LSTM weights out for cuDNN; bf16 would not
+        for p in net.parameters():
+            p.data = p.data.view(torch.bfloat16)
+        COPIES[model] = net
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, and long, for every shape
+    torch._foreach_copy_(list(COPIES[model].parameters()), list(model.parameters()))
+    return COPIES[model]
+
+
+def graphed(function, at_once=False):
+    """The function, recorded when its inputs' shapes come again, and replayed from then on."""
+    graphs = {}  # by shape: a CUDA graph, the inputs it reads and the output it writes
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def call(*inputs):
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in graphs and not at_once:
+            graphs[shapes] = None  # the first time is the warm-up
+            return function(*inputs)
+        if graphs.get(shapes) is None:
+            graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):  # torch.cuda.graph would empty the cache each time
+                graph.capture_begin(pool, "relaxed")  # libraries may be loading their kernels
+                output = function(*buffers)
+                graph.capture_end()
+            graphs[shapes] = graph, buffers, output
+        graph, buffers, output = graphs[shapes]
+        for buffer, x in zip(buffers, inputs):
+            buffer.copy_(x)
+        graph.replay()  # one launch instead of thousands
+        return output
+
+    return call
+
+
+def summed_loss(logits, y, smoothing=0.0):
+    """Negative log-likelihood of y (B,T), summed over all words but padding."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
+    how = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+    return F.cross_entropy(z, y.flatten(), **how)
+
 
 def make_train_step(model, cfg, optimizer=None):
-    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16, weights in float32."""
-    optimizer, (_, world), device = optimizer or make_optimizer(model, cfg), ranks(), next(model.parameters()).device
-    cuda, graphs, inner, loss_fn = device.type == "cuda", {}, twin(model), nll
-    weights, copies = list(model.parameters()), list(inner.parameters())
-    if cuda and cfg.steps >= 50000:  # that many win back the minute that compiling takes
-        torch._dynamo.config.suppress_errors, loss_fn, tune = True, torch.compile(nll), torch._inductor.config.triton
-        if hasattr(tune, "mix_order_reduction"): tune.mix_order_reduction = False  # torch 2.11: a slower gradient of LayerNorm
-        for part in inner.modules(): isinstance(part, Parts) and part.compile()
-    net = nn.parallel.DistributedDataParallel(inner) if world > 1 else inner
-    for p in weights: p.grad = torch.zeros_like(p) if cuda else None
-    for g in optimizer.param_groups: g.update(lr=torch.zeros((), device=device) if cuda else 0.0, capturable=cuda, fused=cuda)
-    def update(src, tgt):
-        with torch.no_grad(): cuda and torch._foreach_copy_(copies, weights)
-        count, logits = torch.stack([(tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()]), net(src, tgt[:, :-1])
-        if world > 1: dist.all_reduce(count)  # a token weighs the same on whichever process it is
-        scale = world / count[0 if cfg.per == "token" else 1]  # times world: DistributedDataParallel takes the processes' mean
-        ((loss := loss_fn(logits, tgt[:, 1:], cfg.smoothing)) * scale).backward()
-        if cuda: torch._foreach_copy_([p.grad for p in weights], [p.grad for p in copies])
-        if cfg.clip < math.inf: nn.utils.clip_grad_norm_(weights, cfg.clip)
-        optimizer.step(), inner.zero_grad()
-        if world > 1: dist.all_reduce(loss := loss.detach())
-        return loss.detach() / count[0]
+    """step(src, tgt) -> loss per target word: forward, backward, clip, update; on CUDA in bf16."""
+    optimizer = optimizer or make_optimizer(model, cfg)
+    net = in_bf16(model)
+    device = next(model.parameters()).device
+    criterion = compile_parts(net) if cfg.compile and net is not model else summed_loss
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def backward(src, tgt, scale):
+        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
+        loss.backward()
+        if net is not model:
+            for p, q in zip(model.parameters(), net.parameters()):
+                p.grad.add_(q.grad)
+            net.zero_grad()
+        return loss.detach()
+
+    replayed = graphed(backward) if device.type == "cuda" else backward
+
     def step(src, tgt):
-        inner.training or inner.train()
-        for group in optimizer.param_groups:
-            group["step"] = n = group.get("step", 0) + 1  # the optimizer keeps the count
-            group["lr"] = group["lr"].fill_(learning_rate(cfg, n)) if cuda else learning_rate(cfg, n)
-        again = graphs if world == 1 and one_length(src) else {}
-        src, tgt = ((x.pin_memory() if cuda and not x.is_cuda else x).to(device, non_blocking=cuda) for x in (src, tgt))
-        return record(update, (src, tgt), again, most=500, at_once=loss_fn is nll)[0]().clone()  # nothing compiles meanwhile
+        net.train()
+        words = (tgt[:, 1:] != PAD).sum()
+        count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()
+        compute = replayed if (src[:, -1] != PAD).all() else backward  # no graph packs sources
+        loss = torch.zeros((), device=device)
+        ways = WORLD_SIZE * cfg.accumulate  # the pieces of a batch, one or more a process
+        for k in range(RANK, min(ways, len(src)), WORLD_SIZE):
+            loss += compute(*(x.to(device) for x in (src[k::ways], tgt[k::ways], 1 / count)))
+        update(model, cfg, optimizer)
+        if WORLD_SIZE > 1:
+            dist.all_reduce(loss)
+        return loss * (count / words).to(device)
+
     return step
-def beam(model, src, max_len, K, alpha=0.0, kept=weakref.WeakKeyDictionary()):
-    """The best of K hypotheses a sentence by log p / ((5 + |y|) / 6)^alpha, Wu et al. 2016: (B,T'), EOS kept, PAD after it.
-    One that has ended keeps its score and its place. max_len, one for all or one each, counts EOS."""
-    net, graphs = src.is_cuda and kept.get(model) or (twin(model).eval(), {})
-    if net is not model: kept[model] = net, graphs
-    def step(out, y, t, left, score, alpha, *rest):  # all of them changed in place
-        (logits, state), ended = net.step(y, rest[n:], rest[:n]), (left <= 0).unsqueeze(1)                   # (BK,V), (BK,1)
-        if K == 1: y.copy_(logits.argmax(-1).masked_fill_(left <= 0, PAD))  # greedy: the likeliest word
-        else:
-            (log_p := logits.log_softmax(-1, score.dtype))[:, PAD].fill_(-torch.inf)
-            gain, words = log_p.topk(min(K, log_p.size(1)))  # no more of a hypothesis can be among the best     (BK,K) each
-            gain.masked_fill_(ended, -torch.inf)[:, :1].masked_fill_(ended, 0)  # after the end nothing follows, at no cost
-            total, length = score.view(-1, 1) + gain, ((out != PAD).sum(1, True) + ~ended).to(score.dtype)
-            best = (total / ((5 + length) / 6) ** alpha).view(len(score), -1).topk(K)[1]                     # (B,K) of K K
-            best += total.numel() // len(score) * torch.arange(len(score), device=y.device).unsqueeze(1)     # of all in total
-            score.copy_(total.flatten()[best]), y.copy_(words.masked_fill_(ended, PAD).flatten()[best.flatten()])
-            state, *_ = net.pick(state, rows := best.flatten() // gain.size(1)), out.copy_(out[rows]), left.copy_(left[rows])
-        out.scatter_(1, t.expand(len(y), 1), y.unsqueeze(1)), t.add_(1), left.sub_(1).masked_fill_((y == EOS) | (y == PAD), 0)
-        for old, new in zip(rest[n:], state): old.copy_(new)
-    with torch.inference_mode():
-        if net is not model: torch._foreach_copy_(list(net.parameters()), list(model.parameters()))
-        left = torch.as_tensor(max_len).to(src).expand(len(src)).repeat_interleave(K)
-        memory, longest, zero = net.encode(src.repeat_interleave(K, 0)), int(left.max()), src.new_zeros(1)
-        n, exact = len(memory), torch.promote_types(next(net.parameters()).dtype, torch.float)
-        score = torch.tensor([[0.0] + [-math.inf] * (K - 1)] * len(src), dtype=exact, device=src.device)     # one begins
-        places = (src.new_full((len(left), room := longest + -longest % 8), PAD), torch.full_like(left, BOS), zero, left, score)
-        places += (score.new_tensor(alpha), *memory, *net.start(memory, room))  # room: in eights, so that shapes come again
-        for t in range(longest):
-            if (t % 8 == 0 or not src.is_cuda) and (places[3] <= 0).all(): break  # rarely: to look is to wait for the GPU
-            if t < 2: go, places = record(step, places, graphs, most=1)
-            go()
-    return (out := places[0][::K])[:, :max(int((out != PAD).sum(1).max()), min(longest, 1))].clone()  # each first one
-def greedy(model, src, max_len): return beam(model, src, max_len, 1)
+
+
+def compile_parts(net):
+    """Has torch.compile fuse the network's Parts; returns the loss, fused likewise."""
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # torch 2.11: with it
+        torch._inductor.config.triton.mix_order_reduction = False  # LayerNorm's gradient is slow
+    for part in net.modules():
+        if isinstance(part, Parts):
+            part.compile()
+    return torch.compile(summed_loss)
+
+
+def update(model, cfg, optimizer):
+    """Moves the weights by their gradients, and those of the copy with them."""
+    if WORLD_SIZE > 1:
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+    for group in optimizer.param_groups:
+        group["step"] = group.get("step", 0) + 1  # kept there, so that checkpoints hold it
+        group["lr"] = learning_rate(cfg, group["step"])
+    nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    in_bf16(model)
+
+
+@torch.inference_mode()
+def greedy(model, src, max_len, choose=None):
+    """The likeliest word, again and again: (B,T'), EOS kept, PAD after it; max_len counts EOS."""
+    net = in_bf16(model).eval()
+    limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one for all, or each
+    memory = net.encode(src)
+    state = [x.clone() for x in net.start(memory, int(limit.max()))]
+    out = src.new_full((len(src), int(limit.max())), PAD)
+    y = torch.full_like(src[:, 0], BOS)
+    ended = limit <= 0
+    t = torch.zeros_like(src[0, :1])
+
+    def advance():  # in place, so that a graph can do it again
+        logits, new_state = net.step(y, state, memory)
+        if choose is None:
+            words = logits.argmax(-1).masked_fill(ended, PAD)
+        else:  # beam search: which hypotheses go on, and how
+            words, rows = choose(logits, out, ended)
+            new_state = net.pick(new_state, rows)
+            out.copy_(out[rows])
+        y.copy_(words)
+        out.index_copy_(1, t, y.unsqueeze(1))
+        t.add_(1)
+        ended.copy_((y == EOS) | (y == PAD) | (t >= limit))
+        for old, new in zip(state, new_state):
+            old.copy_(new)
+
+    if src.is_cuda:
+        advance = graphed(advance, at_once=True)
+    for i in range(out.size(1)):
+        if i % 8 == 0 and ended.all():  # seldom: to look is to wait for the GPU
+            break
+        advance()
+    return out[:, : int((out != PAD).sum(1).max())]
+
+
+def beam(model, src, max_len, K, penalty=0.0):
+    """The best of K hypotheses a sentence by log p / ((5 + |y|) / 6)^penalty, Wu et al. 2016."""
+    if K == 1:
+        return greedy(model, src, max_len)
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float)
+    score = torch.full((len(src), K), -torch.inf, dtype=dtype, device=src.device)
+    score[:, 0] = 0  # at first a sentence's hypotheses are the same: one begins
+    first = torch.arange(len(src), device=src.device).unsqueeze(1) * K  # rows of out and logits
+
+    def choose(logits, out, ended):
+        log_p = logits.log_softmax(-1, dtype)  # (BK,V)
+        log_p[:, PAD] = logits[:, PAD] = -torch.inf
+        words = logits.topk(min(K, logits.size(1))).indices  # no more can be among the best
+        gain = log_p.gather(1, words)  # (BK,K)
+        gain.masked_fill_(ended.unsqueeze(1), -torch.inf)
+        gain[:, 0].masked_fill_(ended, 0)  # an ended one goes on in one way alone, at no cost
+        words.masked_fill_(ended.unsqueeze(1), PAD)
+        total = score.view(-1, 1) + gain
+        length = ((out != PAD).sum(1) + ~ended).to(dtype).unsqueeze(1)
+        rank = total / ((5 + length) / 6) ** penalty
+        best = rank.view(len(src), -1).topk(K).indices + first * gain.size(1)  # (B,K) of K K
+        score.copy_(total.flatten()[best])
+        return words.flatten()[best.flatten()], best.flatten() // gain.size(1)
+
+    limit = torch.as_tensor(max_len, device=src.device).expand(len(src)).repeat_interleave(K)
+    return greedy(model, src.repeat_interleave(K, 0), limit, choose)[::K]
+
 
 @torch.no_grad()
-def align(model, src, tgt): return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]  # alpha (B,T,S) of a given target
-def each(use, model, pairs, vocabularies, tokens=4096):  # use(src, tgt) of all pairs, like lengths in a batch; results in order
-    bitext, device, out = data.Bitext(pairs, vocabularies), next(model.parameters()).device, [None for _ in pairs]
-    for rows in bitext.cut(tokens):
-        for row, result in zip(rows, use(*(torch.from_numpy(x).to(device) for x in bitext.batch(rows)))): out[row] = result
-    return out
-def translate(model, sentences, vocabularies, cfg=Config()):
-    search = lambda src, _: beam(model, src, (2 * (n := (src != PAD).sum(1)) + 8) * (n > 1), cfg.beam, cfg.alpha).tolist()
-    found = each(search, model, [(words, []) for words in sentences], vocabularies, max(4096 // cfg.beam, 1))  # n counts EOS
-    found = [[vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)] for ids in found]
-    if not cfg.replace_unk: return found
-    alphas = alignments(model, pairs := list(zip(sentences, found)), vocabularies)
-    return [[x[a[:-1].argmax()] if w == "<unk>" else w for a, w in zip(alpha, y)] for alpha, (x, y) in zip(alphas, pairs)]
-def alignments(model, pairs, vocabularies):  # alpha of each pair, target words and EOS by source words and EOS
-    found = each(lambda src, tgt: align(model, src, tgt).float().cpu().numpy(), model, pairs, vocabularies)
-    return [alpha[:len(target) + 1, :len(source) + 1] for alpha, (source, target, *_) in zip(found, pairs)]
+def align(model, src, tgt):
+    """alpha (B,T,S) of a given target, in one forced pass."""
+    _, alpha = model.eval()(src, tgt[:, :-1], need_alpha=True)
+    return alpha
+
+
+def batches_of(pairs, vocabularies, model, tokens=4096):
+    """(rows, src, tgt) of all pairs, like lengths together, on the model's device."""
+    bitext = data.Bitext(pairs, vocabularies)
+    device = next(model.parameters()).device
+    for rows in bitext.in_order(tokens):
+        src, tgt = (torch.from_numpy(x).to(device) for x in bitext.batch(rows))
+        yield rows, src, tgt
+
+
+def translate(model, sentences, vocabularies):
+    """The words of each sentence's translation, found as model.cfg says: greedy or beam."""
+    cfg = model.cfg
+    pairs = [(source, []) for source in data.sentences_of(sentences)]
+    for rows, src, _ in batches_of(pairs, vocabularies, model, max(4096 // cfg.beam, 1)):
+        limit = ((src != PAD).sum(1) + 50).masked_fill(src[:, 0] == EOS, 0)  # nothing for nothing
+        for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
+            pairs[row][1][:] = vocabularies[1].decode(numbers)
+    if cfg.replace_unk:
+        return data.replace_unknown(pairs, alignments(model, pairs, vocabularies))
+    return [words for _, words in pairs]
+
+
+def alignments(model, pairs, vocabularies):
+    """alpha of each pair: a row a target word, a column a source word, the end marks last."""
+    pairs = [data.sentences_of(pair[:2]) for pair in pairs]
+    found = [None] * len(pairs)
+    for rows, src, tgt in batches_of(pairs, vocabularies, model):
+        for row, alpha in zip(rows, align(model, src, tgt).float().cpu().numpy()):
+            source, target = pairs[row]
+            found[row] = alpha[: len(target) + 1, : len(source) + 1]
+    return found
+
+
 @torch.no_grad()
-def loss_of(model, pairs, vocabularies):  # per target token, EOS counted
-    loss = lambda src, tgt: map(nll, model.eval()(src, tgt[:, :-1]).unsqueeze(1), tgt[:, None, 1:])
-    return float(sum(each(loss, model, pairs, vocabularies))) / sum(len(p[1]) + 1 for p in pairs)
-def evaluate(model, pairs, vocabularies, cfg=Config()):  # translations against the references, alignments against gold, if any
-    hypotheses, buckets = translate(model, [p[0] for p in pairs], vocabularies, cfg), {}
-    for (source, target, *_), hypothesis in zip(pairs, hypotheses):
-        buckets.setdefault(max(len(source) - 1, 0) // 10, []).append((hypothesis, target))
-    loss, gold = loss_of(model, pairs, vocabularies), [p[2] for p in pairs if len(p) > 2]
-    return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bleu": data.bleu(hypotheses, [p[1] for p in pairs]),
-            "aer": data.aer([data.links(alpha) for alpha in alignments(model, pairs, vocabularies)], gold) if gold else None,
-            "bleu_by_length": {f"{10 * k + 1}-{10 * k + 10}": data.bleu(*zip(*v)) for k, v in sorted(buckets.items())}}
+def loss_of(model, pairs, vocabularies):
+    """Loss per target word, end marks counted."""
+    net = in_bf16(model).eval()
+    total = 0.0
+    for _, src, tgt in batches_of(pairs, vocabularies, model):
+        total += summed_loss(net(src, tgt[:, :-1]), tgt[:, 1:]).item()
+    return total / sum(len(data.words_of(pair[1])) + 1 for pair in pairs)
 
-def dump(path, pairs, alphas):  # .npz: the soft weights; .txt: Pharaoh links, a line a pair; .svg: the first pair as a picture
-    sides = {side: [" ".join(pair[k]) for pair in pairs] for k, side in enumerate(("source", "target"))}
-    np.savez_compressed(soft := io.BytesIO(), **sides, **{f"alpha_{k}": alpha for k, alpha in enumerate(alphas)})
-    save(f"{path}.npz", soft.getvalue())
-    save(f"{path}.txt", "".join(data.pharaoh(alpha) + "\n" for alpha in alphas).encode())
-    save(f"{path}.svg", data.svg(*pairs[0][:2], alphas[0]).encode())
-def save(path, content):  # whole or not at all: beside the old file, then in its place; of several processes the first one does
-    part = Path(f"{path}.tmp")
-    if ranks()[0]: return
-    try:
-        with open(part, "wb") as file: file.write(content), file.flush(), os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error: raise data.InputError(f"{path}: not written, {error.strerror}; what was there is whole") from None
-    finally: part.unlink(missing_ok=True)
-def note(out, log): save(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
-def load(path, device, flags={}, keys=("model",)):  # (checkpoint, vocabularies); a few flags may be new, the others are the run
-    if not path.exists(): raise data.InputError(f"{path}: no such file; train first, or name the run's folder with --out")
-    try:
-        with ZipFile(path) as parts: fault = parts.testzip()  # torch.load would not notice a changed byte
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-        script, config, words = (checkpoint[key] for key in ("script", "config", "words"))
-        if script == Path(__file__).stem: Config(**config), [checkpoint[key] for key in keys]
-    except Exception as error: fault = type(error).__name__
-    if fault: raise data.InputError(f"{path}: not a sound checkpoint ({fault}); copy it again, or train again")
-    if script != Path(__file__).stem: raise data.InputError(f"{path}: made by {script}.py; use that")
-    for name in flags.keys() - {"src_vocab", "tgt_vocab"}:
-        if name in "steps every lr warmup clip align_layer beam alpha replace_unk average".split(): config[name] = flags[name]
-        if flags[name] != config[name]: fail(f"--{name}: {config[name]} in this run; leave it out".replace("_", "-"))
-    return checkpoint, [data.Vocabulary(side) for side in words]
 
-def restore(out, device, flags={}):  # (model, its Config, vocabularies): the best one, or the mean of the last --average ones
-    checkpoint, vocabularies = load(out / "model.pt", device, flags)
-    model = Model(cfg := Config(**checkpoint["config"])).to(device)
-    last = sorted(out.glob("step-*.pt"))[-cfg.average:] if cfg.average > 1 else [out / "model.pt"]
-    if not last: raise data.InputError(f"{out}: holds no checkpoints to average; train with --average {cfg.average}")
-    weights = [load(path, device)[0]["model"] for path in last]
-    model.load_state_dict({name: sum(w[name] for w in weights) / len(weights) for name in weights[0]})
-    return model, cfg, vocabularies
-def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
-    """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on exactly."""
-    (rank, world), device, optimizer, noted = ranks(), next(model.parameters()).device, make_optimizer(model, cfg), []
-    now = resume["now"] if resume else {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "log": []}
-    text = [world, zlib.crc32(repr([pair[:2] for pair in valid]).encode()), *map(zlib.crc32, corpus.tokens)]  # to know it again
-    if resume and resume["text"] != text: raise data.InputError(f"{out}: had another text or number of processes; give that")
-    if resume: model.load_state_dict(resume["model"]), optimizer.load_state_dict(resume["optimizer"])
-    def keep(name):
-        content = {"script": Path(__file__).stem, "config": vars(cfg), "words": [v.words for v in vocabularies]}
-        if name == "last.pt": content |= {"optimizer": optimizer.state_dict(), "now": now, "text": text}
-        torch.save(content | {"model": model.state_dict()}, memory := io.BytesIO())  # torch.save crashes when the disk is full
-        save(out / name, memory.getbuffer())
-    if not resume: keep("last.pt")
-    before = {n: signal.signal(n, lambda n, _: noted.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
-    train_step, clock, told, late = make_train_step(model, cfg, optimizer), time.perf_counter(), False, []
-    even, score = device.type == "cuda" and world == 1, math.nan  # even: shapes come again, see record
-    with tqdm(total=cfg.steps, initial=now["step"], unit="step", disable=True if rank else None) as bar:
-        while now["step"] < cfg.steps and not told:
-            for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world, even):
-                torch.manual_seed(hash((cfg.seed, rank, now["step"])))  # so that no random state need be saved
-                loss = train_step(torch.from_numpy(src), torch.from_numpy(tgt))
-                count = torch.tensor([(src[tgt[:, 0] != PAD] != PAD).sum() + (tgt[:, 1:] != PAD).sum(), len(noted)])
-                if world > 1: dist.all_reduce(count)
-                now.update(step=(step := now["step"] + 1), batch=now["batch"] + 1, tokens=now["tokens"] + int(count[0]))
-                rate, told, look = learning_rate(cfg, step), bool(count[1]), step == cfg.steps or step % cfg.every == 0
-                at = f"step {step}, epoch {now['epoch']}, batch {now['batch']}, learning rate {rate:.2g}"
-                late += [(at, loss)] + [(at, loss_of(model, valid, vocabularies)) for _ in range(look or told)]
-                for _ in range(len(late) * (look or told or len(late) > 20 * even)):  # seldom: reading waits for the GPU
-                    at, score = late.pop(0)
-                    if not math.isfinite(score): raise data.InputError(f"{at}: the loss is {score:f}; --resume with lower --lr")
-                now["seconds"], clock = now["seconds"] + time.perf_counter() - clock, time.perf_counter()
-                bar.set_postfix(loss=f"{score:.3f}", refresh=False), bar.update()
-                if look and all(score < line["valid_loss"] for line in now["log"]): keep("model.pt")
-                if look and cfg.average > 1: keep(f"step-{step:09}.pt")
-                for old in sorted(out.glob("step-*.pt"))[:-cfg.average] * (look and cfg.average > 1): old.unlink(True)
-                if look: now["log"].append(dict(step=step, loss=float(loss), valid_loss=score, lr=rate, seconds=now["seconds"]))
-                if look or told: keep("last.pt"), note(out, now["log"])
-                if told or step == cfg.steps: break
-            else: now.update(epoch=now["epoch"] + 1, batch=0)
-    for number, handler in before.items(): signal.signal(number, handler)
-    if noted or told: raise KeyboardInterrupt(f"stopped at step {now['step']}; repeat the command with --resume --out {out}")
-    return now
+def evaluate(model, pairs, vocabularies):
+    """Loss, perplexity, BLEU and, where there is gold, alignment error on a test set."""
+    loss = loss_of(model, pairs, vocabularies)
+    hypotheses = translate(model, [pair[0] for pair in pairs], vocabularies)
+    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None
+    return dict(loss=loss, ppl=math.exp(min(loss, 700))) | data.scores(pairs, hypotheses, alphas)
+
+
+def read_checkpoint(path, device):
+    """What save wrote; nothing in it is run."""
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True)
+        if saved["script"] == Path(__file__).stem:
+            return saved
+        fault = f"made by {saved['script']}.py"
+    except Exception as error:  # a torn file fails in any way it likes
+        fault = type(error).__name__
+    raise data.InputError(f"{path}: not a sound checkpoint ({fault}); train first, or see --out")
+
+
+def load(path, device="cpu", **flags):
+    """(model, vocabularies) of a run's folder or of one checkpoint; flags change its Config."""
+    path = Path(path)
+    saved = read_checkpoint(path / "model.pt" if path.is_dir() else path, device)
+    model = Model(Config(**data.changed(saved["config"], flags))).to(device)
+    model.load_state_dict(saved["model"])
+    return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
+
+
+def fit(model, corpus, out, saved=None):
+    """Trains to the last step: out/model.pt is the best on valid, out/last.pt for --resume."""
+    cfg = model.cfg
+    optimizer = make_optimizer(model, cfg)
+    first, log, recent = 0, [], []
+    if saved:
+        model.load_state_dict(saved["recent"][-1])
+        optimizer.load_state_dict(saved["optimizer"])
+        first, log, recent = saved["step"], saved["log"], saved["recent"]
+    train_step = make_train_step(model, cfg, optimizer)
+    begin = time.perf_counter() - (log[-1]["seconds"] if log else 0)
+    about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
+
+    def save(name, **content):
+        if RANK == 0:
+            data.write(out / name, about | content, torch.save)
+
+    batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, first)
+    steps = range(first + 1, cfg.steps + 1)
+    bar = tqdm(steps, initial=first, total=cfg.steps, disable=True if RANK else None)
+    for step, batch in zip(bar, batches):
+        torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that no random state need be saved
+        loss = train_step(*(torch.from_numpy(x) for x in batch))
+        if step % cfg.every and step < cfg.steps:
+            continue
+        valid_loss = loss_of(model, corpus.valid, corpus.vocabularies)
+        best = all(valid_loss < line["valid_loss"] for line in log)
+        seconds = time.perf_counter() - begin
+        log.append(dict(step=step, loss=loss.item(), valid_loss=valid_loss, seconds=seconds))
+        data.show(bar, log[-1])
+        recent = [*recent, copy.deepcopy(model.state_dict())][-cfg.average :]
+        if best or cfg.average > 1 or not (out / "model.pt").exists():
+            save("model.pt", model=data.mean(recent))
+        save("last.pt", step=step, log=log, recent=recent, optimizer=optimizer.state_dict())
+        data.write_log(out, log)
+    return log
+
+
 def train(args, device):
-    begin, out, resume, new = time.perf_counter(), folder(args), None, not folder(args).exists()
-    if args.resume: resume, vocabularies = load(out / "last.pt", device, args.config, ("model", "optimizer", "now", "text"))
-    elif ranks()[0] == 0 and (out.is_file() or any(out.glob("*.pt")) or (out / "log.jsonl").exists()):
-        raise data.InputError(f"{out}: is a file or holds a run already; add --resume, or name another --out")
-    if bool(args.train) != bool(args.valid): raise data.InputError("--train SRC TGT and --valid SRC TGT go together; give both")
-    cfg = Config(**resume["config"] if resume else args.config)
-    if args.train:
-        pairs, valid = data.read_pairs(*args.train), list(data.read_pairs(*args.valid))
-        if not valid: raise data.InputError(f"{args.valid[0]}: is empty; give at least one pair")
-        test, example = valid, valid[0][0]  # your own text is scored on what the best model was chosen by
-    else:
-        sizes, example = {"train": 50000, "valid": 500, "test": 1000}, data.EXAMPLE.split()
-        pairs, valid, test = (data.toy(n, max_len=cfg.max_len or 30, split=split) for split, n in sizes.items())
-    limit = (cfg.max_len or 100) if args.train else None  # the built-in corpus keeps to it by itself
-    if resume: corpus = data.Bitext(pairs, vocabularies, limit)
-    else: corpus, vocabularies = data.learn(pairs, (cfg.src_vocab, cfg.tgt_vocab), cfg.min_count, cfg.joint, limit)
-    cfg.src_vocab, cfg.tgt_vocab = (len(v.words) for v in vocabularies)
-    if not len(corpus): raise data.InputError(f"{args.train[0]}: no pair of 1 to {limit} words a side; see --max-len")
-    unknown = max(float((x == UNK).sum() / (x > EOS).sum()) for x in corpus.tokens)
-    if unknown > 0.2: warn(f"{unknown:.0%} of the words on one side become <unk>; see --src-vocab, --tgt-vocab and --min-count")
+    """Trains a new run, or goes on with one, and reports on it."""
+    begin = time.perf_counter()
+    cfg = Config(**args.config)
+    saved = None
+    if args.resume and (args.out / "last.pt").exists():  # else it had not come to a first look
+        saved = read_checkpoint(args.out / "last.pt", device)
+        cfg = Config(**data.changed(saved["config"], args.config))
+    files = (args.train, args.valid) if args.train or not saved else saved["files"]
+    corpus = data.Corpus(cfg, *files, saved["words"] if saved else None)
     torch.manual_seed(cfg.seed)
-    model = Model(cfg).to(device)
-    print(f"{len(corpus):,} pairs, {corpus.skipped:,} left out; {cfg.src_vocab:,} and {cfg.tgt_vocab:,} words; "
-          f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
-    if ranks()[0] == 0: out.mkdir(parents=True, exist_ok=not new)  # two runs cannot both make it
-    now = fit(model, cfg, corpus, valid, vocabularies, out, resume)
-    if ranks()[0] == 0: report(cfg, test, example, device, out, now, begin)
-def report(cfg, test, example, device, out, now, begin):
-    (model, _, vocabularies), sources = restore(out, device, vars(cfg)), [example] + [p[0] for p in test[:99]]
-    scores = evaluate(model, test, vocabularies, cfg)
-    alphas = alignments(model, pairs := list(zip(sources, translate(model, sources, vocabularies, cfg))), vocabularies)
-    dump(out / "align", pairs, alphas)
-    seconds, speed, memory = time.perf_counter() - begin, now["tokens"] / now["seconds"], peak_memory(device)
-    final = dict(final=True, **scores, seconds=seconds, tokens_per_second=speed, peak_memory_gib=memory, seed=cfg.seed)
-    note(out, now["log"] + [final])
-    print(f"\n{' '.join(pairs[0][0])}\n{' '.join(pairs[0][1])}\n\n{data.heatmap(*pairs[0], alphas[0])}\n")
-    print(f"{len(test):,} sentences: loss {scores['loss']:.4f}, perplexity {scores['ppl']:.3f}, BLEU {scores['bleu']:.2f}"
-          + (f", AER {scores['aer']:.3f}" if scores["aer"] is not None else ""))
-    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in scores["bleu_by_length"].items()))
-    print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/", flush=True)
-def peak_memory(device):
-    if device.type == "cuda": return torch.cuda.max_memory_reserved(device) / 2**30
-    try: return __import__("resource").getrusage(0).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
-    except ImportError: return 0.0  # Windows does not tell
-def answer(args, device):  # --translate or --align: a line for each line, whatever it is, a thousand at a time
-    model, cfg, vocabularies = restore(folder(args), device, args.config)
-    lines = enumerate(data.read_pairs(*args.align) if args.align else zip(data.read(0), itertools.repeat([])), 1)
-    while chunk := dict(itertools.islice(lines, 1000)):
-        for number in [number for number, pair in chunk.items() if max(map(len, pair)) > 1000]:
-            chunk[number] = [], warn(f"line {number}: more than 1,000 words; left empty") or []
-        if args.align: said = map(data.pharaoh, alignments(model, list(chunk.values()), vocabularies))
-        else: said = map(" ".join, translate(model, [source for source, _ in chunk.values()], vocabularies, cfg))
-        print(*said, sep="\n", flush=True)
+    model = Model(dataclasses.replace(cfg, **corpus.sizes)).to(device)
+    if RANK == 0:
+        data.claim(args.out, args.resume)
+        print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
+    log = fit(model, corpus, args.out, saved)
+    if RANK == 0:
+        model, vocabularies = load(args.out, device, **args.config)
+        result = evaluate(model, corpus.test, vocabularies)
+        sources = [corpus.example] + [pair[0] for pair in corpus.test[:99]]
+        pairs = list(zip(sources, translate(model, sources, vocabularies)))
+        alphas = alignments(model, pairs, vocabularies)
+        result |= dict(seconds=time.perf_counter() - begin, seed=cfg.seed)
+        result |= dict(gpu_memory_gib=torch.cuda.max_memory_reserved() / 2**30)
+        data.report(args.out, log, corpus, result, pairs, alphas)
 
-def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.error, parser.formatter_class = lambda message: fail(f"{message}; see --help"), argparse.RawDescriptionHelpFormatter
-    flag, mode, pair = parser.add_argument, parser.add_mutually_exclusive_group(), dict(nargs=2, metavar=("SRC", "TGT"))
-    devices = ["cpu"] + ["mps"] * torch.backends.mps.is_available() + ["cuda"] * torch.cuda.is_available()
-    mode.add_argument("--train", **pair, help="text to learn from, aligned line by line, or .gz (default: the built-in corpus)")
-    mode.add_argument("--translate", action="store_true", help="translate stdin to stdout, line for line")
-    mode.add_argument("--align", **pair, help="write the alignment of two files to stdout, as Pharaoh pairs i-j")
-    flag("--valid", **pair, help="text to choose the best model by, and to score it on")
-    flag("--out", type=Path, help="the run's folder (default: runs/ and the script's name, then -2, -3, ...; to use, the last)")
-    flag("--resume", action="store_true", help="go on with the run in --out; its --train and --valid must be given again")
-    flag("--paper", action="store_true", help="the paper's sizes and recipe")
-    flag("--device", choices=devices, default=devices[-1], help="cpu, cuda or mps (default: the best there is)")
-    comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))
-    for name, field in Config.__dataclass_fields__.items():
-        kind = {bool: dict(action=argparse.BooleanOptionalAction)}.get(field.type, dict(type=field.type))
-        if typing.get_args(field.type): kind = dict(choices=typing.get_args(field.type))
-        paper = getattr(Config.paper(), name)
-        text = f"{comments[name]} (default: {field.default}" + f", --paper: {paper}" * (paper != field.default) + ")"
-        flag("--" + name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
-    args = parser.parse_args(argv)
-    args.config = {name: value for name, value in vars(args).items() if name in comments and value is not None}
-    lows = dict(src_vocab=5, tgt_vocab=5, seed=0, max_len=0, align_layer=0, dropout=0, smoothing=0, alpha=0)
-    highs = dict(dropout=0.99, smoothing=0.99, clip=math.inf, alpha=10)
-    for name, value in ((name, value) for name, value in args.config.items() if type(value) in (int, float)):
-        low, high = lows.get(name, 1 if type(value) is int else 1e-9), highs.get(name, 2**31)
-        if not low <= value <= high: fail(f"--{name} {value}: must be {low} to {high}".replace("_", "-"))
-    if args.paper: args.config = vars(Config.paper(**args.config))
-    return args
-def folder(args):  # --out or, without it, the next free folder to train in, or the last one to go on with or to use
-    names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 1000)]
-    taken = list(itertools.takewhile(Path.exists, names))
-    return args.out or ((taken or names[:1])[-1] if args.translate or args.align or args.resume else names[len(taken)])
-def warn(message):
-    if os.environ.get("RANK", "0") == "0": print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
-def fail(message, status=2): sys.exit(warn(message) or status)
+
+def answer(args, device):
+    """--test: scores. --translate and --align: a line for each line, a thousand at a time."""
+    model, vocabularies = load(args.out, device, **args.config)
+    if args.test:
+        pairs = list(data.read_pairs(*args.test))
+        print(data.in_words(evaluate(model, pairs, vocabularies)))
+        return
+    for pairs in data.chunks(args.align, vocabularies[0]):
+        if args.translate:
+            sources = [source for source, _ in pairs]
+            pairs = list(zip(sources, translate(model, sources, vocabularies)))
+        alphas = alignments(model, pairs, vocabularies) if args.draws else None
+        data.print_answers(args, pairs, alphas)
+
 
 def main(argv=None):
-    if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
-    torch.backends.mkldnn.set_flags(False)  # slower with it: README
-    try:
-        args, process, gpus = parse(argv), os.environ.get("LOCAL_RANK"), torch.cuda.device_count()  # process: of torchrun's
-        cuda = process and args.device == "cuda"
-        if cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > gpus: raise data.InputError(f"--nproc_per_node={gpus} at most")
-        if cuda: torch.cuda.set_device(int(process))
-        if process: dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        if ranks()[0]: sys.stdout = open(os.devnull, "w")  # the first one speaks
-        if not (args.translate or args.align): train(args, torch.device(args.device))
-        elif ranks()[0] == 0: answer(args, torch.device(args.device))
-        if process: dist.destroy_process_group()
-    except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read has seen enough
-    except KeyboardInterrupt as stop: fail(str(stop) or "stopped; if training had begun, --resume goes on", 130)
-    except (data.InputError, OSError) as error: fail(error)
-    except (RuntimeError, MemoryError) as error:
-        if not re.search("out of memory|allocate|overflow", str(error)): raise
-        fail("not enough memory; try fewer --tokens, or a smaller model")
-if __name__ == "__main__": main()
+    """The command line; a user's mistake gets one line and status 2."""
+    torch.backends.mkldnn.set_flags(False)  # oneDNN: slower on ARM, and some scripts on x86
+    has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
+    with data.one_line_for_mistakes():
+        args = data.parse_flags(Config, __doc__, [name for name in has if has[name]], argv)
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        if WORLD_SIZE > 1:
+            dist.init_process_group()
+        if args.translate or args.align or args.test:
+            answer(args, torch.device(args.device))
+        else:
+            train(args, torch.device(args.device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,350 +1,1045 @@
-"""What the four scripts share: a built-in corpus, vocabularies, batches, BLEU, AER, pictures. Needs numpy and nothing else.
+"""What the four scripts share: a built-in corpus, text, vocabularies, batches, scores, pictures.
 
-    for source, target, gold in data.toy(3): print(*source, "|", *target, "|", sorted(gold))
+    for source, target, gold in data.toy(3):
+        print(*source, "|", *target, "|", sorted(gold))
 
-A sentence is a list of words. `src` is (B,S): words, EOS, padding. `tgt` is (B,T+1): BOS, words, EOS, padding.
+A sentence is a list of words. `src` is (B,S): words, EOS, padding. `tgt` is (B,T+1): BOS, words,
+EOS, padding. numpy is all it needs.
 """
-import collections, gzip, html, itertools, math, random, re, zlib
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import gzip
+import html
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sys
+import typing
+import zlib
+from array import array
+from pathlib import Path
+
 import numpy as np
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+FAULTS = {b"\0": "a NUL byte", b"\r\n": "CR LF", BYTE_ORDER_MARK: "a byte-order mark"}
 
-class InputError(Exception): """A user's mistake, told in one line: what is wrong, where, and what to do."""
 
-# ---- the built-in corpus: a synchronous grammar of English and French ------------------------------------------------
-EXAMPLE = "the agreement on the european economic area was signed in august 1992 ."  # the paper's figure 3 (a)
-# Nouns: English[/plural], French, gender. Adjectives: English, French masculine, feminine. Verbs, by their object:
-# English[/past/participle], then the stem of a regular -er verb or je/nous/vous/il/ils/participle/infinitive.
+class InputError(Exception):
+    """A user's mistake, told in one line: what is wrong, where, and what to do."""
+
+
+# ---- the built-in corpus: a synchronous grammar of English and French ----------------------------
+EXAMPLE = "the agreement on the european economic area was signed in august 1992 ."  # figure 3 (a)
+# A line holds a role, the kinds of phrase that it serves, and entries. Adjectives and determiners:
+# English, masculine, feminine. Nouns: English[/plural], French, gender. Verbs, by their object:
+# English[/past/participle], then the stem of a regular -er verb or je/nous/vous/il/ils/participle/
+# infinitive. Pronouns: English, French, person (0 to 4), gender; objects, by the subject's person.
 LEXICON = """
-noun person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, king roi m, queen reine f, friend ami m, \
-child/children enfant m, nurse infirmière f, minister ministre m, sister sœur f, doctor médecin m
-noun animal: cat chat m, dog chien m, bird oiseau m, horse cheval m, animal animal m, mouse/mice souris f, cow vache f
-noun thing: mat tapis m, pie tarte f, book livre m, car voiture f, hat chapeau m, letter lettre f, tree arbre m, apple pomme f
-noun place: garden jardin m, street rue f, market marché m, house maison f, village village m, city/cities ville f, school école f
-noun idea: agreement accord m, area zone f, treaty/treaties traité m, law loi f, report rapport m, union union f, \
-measure mesure f, plan plan m, reform réforme f, budget budget m, decision décision f, project projet m
-before: big grand grande, small petit petite, good bon bonne, bad mauvais mauvaise
-person: tired fatigué fatiguée, intelligent intelligent intelligente, famous célèbre célèbre, strange étrange étrange
-thing: black noir noire, white blanc blanche, red rouge rouge, green vert verte, useful utile utile
-idea: important important importante, difficult difficile difficile, dangerous dangereux dangereuse
-origin: european européen européenne, french français française, german allemand allemande, italian italien italienne
-field: economic économique économique, political politique politique, social social sociale, cultural culturel culturelle
-verb person: see/saw/seen vois/voyons/voyez/voit/voient/vu/voir, love aim, hit/hit/hit frapp, watch regard, admire admir
-verb animal: see/saw/seen vois/voyons/voyez/voit/voient/vu/voir, find/found/found trouv, love aim, watch regard
-verb thing: find/found/found trouv, keep/kept/kept gard, draw/drew/drawn dessin, forget/forgot/forgotten oubli
-verb place: cross travers, visit visit, love aim, leave/left/left quitt
+noun person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, king roi m
+noun person: queen reine f, friend ami m, child/children enfant m, nurse infirmière f
+noun person: sister sœur f, minister ministre m, doctor médecin m; noun animal: cat chat m
+noun animal: dog chien m, bird oiseau m, horse cheval m, animal animal m, cow vache f
+noun thing: mat tapis m, pie tarte f, book livre m, car voiture f, hat chapeau m, tree arbre m
+noun place: garden jardin m, market marché m, house maison f, school école f, city/cities ville f
+noun ground: street rue f, park parc m, forest forêt f, field champ m, village village m
+noun idea: agreement accord m, treaty/treaties traité m, law loi f, report rapport m, plan plan m
+noun idea: measure mesure f, reform réforme f, budget budget m, decision décision f
+noun topic: area zone f, union union f, crisis/crises crise f, problem problème m
+before person animal: young jeune jeune, poor pauvre pauvre; before animal: big gros grosse
+before animal thing place ground: small petit petite; before thing idea topic: new nouveau nouvelle
+before thing place ground: big grand grande, beautiful beau belle; quality thing: useful utile utile
+quality person animal: tired fatigué fatiguée, famous célèbre célèbre, strange étrange étrange
+quality thing: black noir noire, white blanc blanche, red rouge rouge, green vert verte
+quality place ground: dangerous dangereux dangereuse, dark sombre sombre, empty vide vide
+quality idea topic: important important importante, difficult difficile difficile
+origin idea topic: european européen européenne, french français française
+field idea topic: economic économique économique, political politique politique
+field idea topic: social social sociale; origin idea topic: italian italien italienne
+verb person pronoun animal ground: see/saw/seen vois/voyons/voyez/voit/voient/vu/voir, love aim
+verb person pronoun: hit/hit/hit frapp, watch regard, admire admir, leave/left/left quitt
+verb animal thing: find/found/found trouv; verb place: visit visit, love aim
+verb thing: keep/kept/kept gard, draw/drew/drawn dessin, forget/forgot/forgotten oubli
 verb idea: sign sign, adopt adopt, refuse refus, present présent, accept accept
-verb nothing: sleep/slept/slept dors/dormons/dormez/dort/dorment/dormi/dormir, sing/sang/sung chant, dance dans
-verb être: arrive arriv, fall/fell/fallen tomb, stay rest
-subject: i je 0 m, we nous 1 m, you vous 2 m, he il 3 m, she elle 3 f, they ils 4 m, john jean 3 m, mary marie 3 f
-object: me me m 0, us nous m 1, him le m 0, her la f 0, them les m 1, you vous m 0
-singular: the le la, the le la, the le la, this ce cette, my mon ma, his son sa, our notre notre, a un une, a un une
-plural: the les les, the les les, the les les, these ces ces, my mes mes, his ses ses, our nos nos, some des des, \
-two deux deux, many beaucoup+de beaucoup+de
-where: on sur thing, under sous thing, with avec thing, with avec person, in dans place, near près+de place
-month: january janvier, march mars, april avril, june juin, july juillet, august août, october octobre
-middle: not pas, not pas, never jamais, often souvent, always toujours
-joint: and et, and et, but mais, or ou, because parce+que
+verb topic: examine examin, discuss discut, mention mentionn; verb ground: cross travers
+verb nothing: sleep/slept/slept dors/dormons/dormez/dort/dorment/dormi/dormir, sing/sang/sung chant
+verb être: arrive arriv, fall/fell/fallen tomb, stay rest; verb nothing: dance dans
+subject any because: i je 0 m, we nous 1 m, you vous 2 m, he il 3 m, she elle 3 f
+subject any because: john jean 3 m, mary marie 3 f; subject any: they ils 4 m
+object 2 3 4: me me 0 m, us nous 1 m; object 0 1 3 4: you vous 2 m; agent: by par person
+object 0 1 2 3 4: him le 3 m, her la 3 f, them les 4 m; about: on sur topic, of de person
+the singular: the le la, the le la, the le la, this ce cette, my mon ma, his son sa, her son sa
+the plural: the les les, the les les, the les les, these ces ces, my mes mes, his ses ses
+the plural: her ses ses; a singular: a un une; a plural: many beaucoup+de beaucoup+de
+a plural: some des des, two deux deux; where: on sur thing, under sous thing, with avec thing
+where: with avec person, in dans place, in dans ground, near près+de place, near près+de ground
+joint: and et, and et, but mais, or ou, because parce+que; degree: too trop, very très
+vowel: le l', la l', je j', me m', ne n', de d', que qu', ce cet, ma mon, sa son, beau bel
+vowel: nouveau nouvel; adverb: not pas, not pas, never jamais, often souvent, always toujours
+month: january janvier, march mars, april avril, june juin, july juillet, august août
+year: 1991 1991, 1992 1992, 1993 1993, 1994 1994, 1995 1995, 1996 1996, 1997 1997, 1998 1998
+be present: am, are, are, is, are; être present: suis, sommes, êtes, est, sont
+be past: was, were, were, was, were; être past: étais, étions, étiez, était, étaient
+can: peux, pouvons, pouvez, peut, peuvent; must: dois, devons, devez, doit, doivent
+tense long: present, present, past, past, have, can, must; does short: quality, nothing, être
+subjects: person, person, person, animal, idea, idea, topic, thing, place, ground
+does person: quality, nothing, être, person, pronoun, animal, thing, place, ground, idea, topic
+does animal: quality, nothing, être, person, pronoun, animal, ground; tense short: present, past
+does thing place ground idea topic: quality, passive, passive; avoir: ai, avons, avez, a, ont
 """
-FORMS = {"be": "am are are is are", "was": "was were were was were", "do": "do do do does do", "have": "have have have has have",
-         "avoir": "ai avons avez a ont", "être": "suis sommes êtes est sont", "était": "étais étions étiez était étaient",
-         "sera": "serai serons serez sera seront", "can": "peux pouvons pouvez peut peuvent",
-         "must": "dois devons devez doit doivent"}  # of i/je, we/nous, you/vous, he/il, they/ils: persons 0 to 4
+ALIVE = ("person", "animal")
+JOINED = {"de le": "du", "de les": "des", "de des": "de", "de de": "de", "à le": "au"}
+# A French word goes with the positions of the English words that it comes from: ("du", (2, 3)).
 Phrase = collections.namedtuple("Phrase", "french person gender plural kind")
-def inflect(masculine, feminine, gender, plural):
-    word = feminine if gender == "f" else masculine
-    if not plural or word[-1] in "sx": return word
-    return word[:-1] + "ux" if word.endswith("al") else word + ("x" if word.endswith("eau") else "s")
-def conjugate(english, french):
-    """English base, third person, past, participle; French present (five persons), participle, infinitive."""
-    base, *past = english.split("/") if "/" in english else (english, *[english + "ed"[english[-1] == "e":]] * 2)
-    forms = french.split("/") if "/" in french else [french + end for end in ("e", "ons", "ez", "e", "ent", "é", "er")]
-    return base, base + ("es" if base.endswith(("s", "ch")) else "s"), *past, forms[:5], *forms[5:]
-def contract(french):
-    """le homme, de le roi, ce ami, ma école: l' homme, du roi, cet ami, mon école. From the right: "de l' ami" is no "du"."""
-    out = []
-    for word, links in reversed(french):
-        after = out[-1][0] if out else ""
-        if word == "de" and after in ("le", "les", "des", "de"):
-            word, links, after = {"le": "du", "les": "des"}.get(after, "de"), links + out.pop()[1], out[-1][0]
-        if after and after[0] in "aâeéèêiîoôuhœ":  # every h of this lexicon is silent
-            if word in ("le", "la", "je", "me", "ne", "de", "que"): word = word[:-1] + "'"
-            word = {"ce": "cet", "ma": "mon", "sa": "son"}.get(word, word)
-        out.append((word, links))
-    return out[::-1]
+FORMS = "english masculine feminine base third past present infinitive"
+Word = collections.namedtuple(
+    "Word", FORMS, defaults=[None] * 5
+)  # an adjective, or a verb from its participle
 
-class Grammar:
-    """Every rule says its English aloud, word by word, and returns its French as (word, English positions it comes from).
-    `keep` counts the words that others still have to say: what is optional is said only while there is room."""
-    def __init__(self, seed):
-        self.random, self.words = random.Random(seed).random, {key: forms.split() for key, forms in FORMS.items()}
-        for line in LEXICON.strip().split("\n"):
-            head, entries = line.split(": ")
-            self.words[head] = entries = [entry.split() for entry in entries.split(", ")]
-            if head.startswith("verb"): entries[:] = [conjugate(*entry) for entry in entries]
-            if head.startswith("noun"): entries[:] = [((e.split("/") + [e + "s"])[:2], *rest) for e, *rest in entries]
-    def pick(self, options): return options[int(self.random() * len(options))]
-    def choose(self, key): return self.pick(self.words[key])
-    def chance(self, p): return self.random() < p
-    def room(self, keep): return self.length - len(self.en) - keep
-    def say(self, word): return self.en.append(word) or len(self.en) - 1
+
+def conjugate(english, french):
+    """A verb from its entry."""
+    base, *irregular = english.split("/")
+    regular = base + ("d" if base.endswith("e") else "ed")
+    past, participle = irregular or (regular, regular)
+    third = base + ("es" if base.endswith(("s", "ch")) else "s")
+    if "/" not in french:
+        french = "/".join(french + ending for ending in ("e", "ons", "ez", "e", "ent", "é", "er"))
+    *present, done, infinitive = french.split("/")
+    return Word(participle, done, done + "e", base, third, past, present, infinitive)
+
+
+def read_lexicon(lexicon):
+    """The lexicon's entries by role and kind; a mere word stays one."""
+    words = {}
+    for line in lexicon.strip().replace("; ", "\n").split("\n"):
+        head, entries = line.split(": ")
+        role, *kinds = head.split()
+        found = [entry.split() if " " in entry else entry for entry in entries.split(", ")]
+        make = {"verb": conjugate, "quality": Word}.get(role)
+        if make:
+            found = [make(*entry) for entry in found]
+        for key in [f"{role} {kind}" for kind in kinds] or [role]:
+            words.setdefault(key, []).extend(found)
+    return words
+
+
+WORDS = read_lexicon(LEXICON)
+BEFORE_VOWEL = dict(WORDS["vowel"])
+
+
+def inflect(masculine, feminine, gender, plural):
+    """The form of a French adjective, participle or noun."""
+    word = feminine if gender == "f" else masculine
+    if not plural or word[-1] in "sx":
+        return word
+    stem = word[:-1] + "u" if word.endswith("al") else word
+    return stem + ("x" if stem.endswith("au") else "s")
+
+
+def forms(word, kind, person, tense, negated):
+    """English auxiliary and verb, French finite verb and the rest: (did, see, a, vu)."""
+    if kind in ("quality", "passive"):
+        finite = "avoir" if kind == "passive" and tense == "past" else f"être {tense}"
+        return WORDS[f"be {tense}"][person], word.english, WORDS[finite][person], word.masculine
+    if tense in ("can", "must"):
+        return tense, word.base, WORDS[tense][person], word.infinitive
+    if tense == "present" and negated:
+        return "does" if person == 3 else "do", word.base, word.present[person], ""
+    if tense == "present":
+        return "", word.third if person == 3 else word.base, word.present[person], ""
+    finite = WORDS["être present" if kind == "être" else "avoir"][person]
+    if tense == "have":
+        return "has" if person == 3 else "have", word.english, finite, word.masculine
+    return "did" if negated else "", word.base if negated else word.past, finite, word.masculine
+
+
+def contract(french):
+    """Neighbours as French joins them: le homme, de le roi, ce ami; l' homme, du roi, cet ami."""
+    joined = []
+    for word, links in reversed(french):  # from the right: "de l' ami" has no "le" to join
+        after = joined[-1][0] if joined else ""
+        if word == "dans" and f"{after} {joined[-2][0]}" in ("le marché", "l' école"):
+            word = "à"  # au marché
+        if word in ("de", "à") and f"{word} {after}" in JOINED:
+            word = JOINED[f"{word} {after}"]
+            links += joined.pop()[1]
+            after = joined[-1][0]
+        if word in BEFORE_VOWEL and after[0] in "aâeéèêiîoôuhœ":  # each h here is silent
+            word = BEFORE_VOWEL[word]
+        joined.append((word, links))
+    return joined[::-1]
+
+
+class Grammar(random.Random):
+    """Every rule says its English aloud, word by word, and returns its French with the links."""
+
+    def pick(self, key):
+        """One of the lexicon's entries."""
+        options = WORDS[key]
+        return options[int(self.random() * len(options))]
+
+    def room(self, keep):
+        """How many words there is room for, if others have yet to say `keep` words."""
+        return self.length - len(self.english) - keep
+
+    def say(self, word):
+        """Says an English word; returns the link to it."""
+        self.english.append(word)
+        return (len(self.english) - 1,)
+
     def word(self, english, french):
-        at = (self.say(english),)
-        return [(w, at) for w in french.split("+")] if "+" in french else [(french, at)]
+        """Says an English word; returns its French."""
+        link = self.say(english)
+        return [(word, link) for word in french.split("+")] if "+" in french else [(french, link)]
+
+    def agree(self, key, gender, plural=False):
+        """Says a determiner or an adjective; returns its French."""
+        english, masculine, feminine = self.pick(key)[:3]
+        return self.word(english, inflect(masculine, feminine, gender, plural))
+
+    def attach(self, key, keep, definite=False):
+        """Says a preposition and its noun; returns their French."""
+        english, french, kind = self.pick(key)
+        return self.word(english, french) + self.noun(kind, keep, definite).french
+
     def sentence(self, length):
-        """A pair of about `length` English words and its gold alignment: English, French, {(i, j), ...}."""
-        self.en, self.length, stop = [], length, int(self.chance(0.9))
-        french = self.clause(stop)
-        while self.room(stop) >= 4:
-            english, joint = self.choose("joint")
-            again = english == "because" and self.subject.person > 2 and self.chance(0.5)
-            french += self.word(english, joint) + (self.because(stop) if again else self.clause(stop))
-        if stop: french += self.word(".", ".")
-        english, french = re.sub(r"\ba (?=[ai]|e(?!u))", "an ", " ".join(self.en)).split(), contract(french)
-        return english, [word for word, _ in french], {(i, j) for j, (_, links) in enumerate(french) for i in links}
+        """About `length` English words, their French, and the gold links {(i, j), ...}."""
+        self.length = length
+        self.english = []
+        keep = 1 if self.random() < 0.9 else 0  # for a full stop
+        french = self.clause(keep)
+        while self.room(keep) >= 4:
+            french += self.word(*self.pick("joint")) + self.clause(keep)
+        if keep:
+            french += self.word(".", ".")
+        french = contract(french)
+        english = re.sub(r"\ba (?=[ai]|e(?!u))", "an ", " ".join(self.english)).split()
+        gold = {(i, j) for j, (_, links) in enumerate(french) for i in links}
+        return english, [word for word, _ in french], gold
+
     def clause(self, keep):
-        kinds = ("person", "person", "person", "animal", "idea", "idea", "thing", "place")
-        short = self.room(keep) < 4 or self.chance(0.25)
-        self.subject = subject = self.someone() if short else self.noun(self.pick(kinds), keep + 3)
+        """A subject and what it does."""
+        subject = self.subject(self.pick("subjects"), keep + 3)
         return subject.french + self.act(subject, keep)
-    def because(self, keep):
-        """... because it was too tired: the pronoun agrees with the subject before it."""
-        _, _, gender, plural, kind = self.subject
-        english = "they" if plural else "it" if kind != "person" else "she" if gender == "f" else "he"
-        return self.word(english, inflect("il", "elle", gender, plural)) + self.be(self.subject, keep, "was")
-    def someone(self):
-        english, french, person, gender = self.choose("subject")
-        return Phrase(self.word(english, french), int(person), gender, int(person in "14"), "person")
-    def adjective(self, key, gender, plural):
-        english, m, f = self.choose(key)
-        return self.word(english, inflect(m, f, gender, plural))
+
+    def subject(self, kind, keep):
+        """A noun or someone; after because also "it", the subject or the object of before."""
+        because = self.english[-1:] == ["because"]
+        topics = [topic for topic in self.topics if topic and topic.person > 2] if because else []
+        if topics and self.random() < 0.5:
+            topic = topics[0 if self.random() < 0.5 else -1]
+            he = inflect("he", "she", topic.gender, False) if topic.kind == "person" else "it"
+            il = inflect("il", "elle", topic.gender, topic.plural)
+            return topic._replace(french=self.word("they" if topic.plural else he, il))
+        if self.room(keep) > 0 and self.random() < 0.75:
+            return self.noun(kind, keep)
+        return self.someone("subject because" if because else "subject any")
+
+    def someone(self, key):
+        """A pronoun or a name."""
+        english, french, person, gender = self.pick(key)
+        return Phrase(self.word(english, french), int(person), gender, person in "14", "person")
+
     def noun(self, kind, keep, definite=False):
-        """Determiner, adjectives, noun and, where there is room, an owner, a relative clause or a second noun."""
-        (english, noun, gender), plural = self.choose("noun " + kind), int(self.chance(0.3))
-        if self.room(keep) >= 4 and self.chance(0.1):  # the king 's dog: 's is the article as well as the "de"
-            owner = self.noun("person", self.length, definite=True).french
-            at = (self.say("'" if self.en[-1][-1] == "s" else "'s"),)
-            determiner, after = [("les" if plural else inflect("le", "la", gender, 0), at)], [("de", at)] + owner
+        """Determiner, adjectives, noun and, where there is room, its owner or more about it."""
+        english, french, gender = self.pick(f"noun {kind}")
+        plural = self.random() < 0.3
+        owner = []
+        if kind != "person" and self.room(keep) >= 4 and self.random() < 0.1:
+            king = self.noun("person", self.length, definite=True)
+            link = self.say("'" if self.english[-1].endswith("s") else "'s")
+            determiner = [("les" if plural else inflect("le", "la", gender, False), link)]
+            owner = [("de", link)] + king.french  # 's is the article as well as the "de"
         else:
-            word, m, f = self.pick(self.words["plural" if plural else "singular"][:7 if definite else None])
-            determiner, after = self.word(word, inflect(m, f, gender, 0)), []
-        own = (("before", 0.25), ({"animal": "person", "place": "idea"}.get(kind, kind), 0.25))
-        own = (("idea", 0.15), ("origin", 0.35), ("field", 0.4)) if kind == "idea" else own
-        described = {k: self.adjective(k, gender, plural) for k, p in own if self.room(keep) >= 2 and self.chance(p)}
-        before = described.pop("before", [])
-        if before and determiner[0][0] == "des": determiner = [("de", determiner[0][1])]
-        french = determiner + before + self.word(english[plural], inflect(noun, noun, gender, plural))
-        french += sum(reversed(described.values()), []) + after
+            role = "the" if definite or self.random() < 0.75 else "a"
+            determiner = self.agree(f"{role} {'plural' if plural else 'singular'}", gender)
+        before = []
+        if self.room(keep) >= 2 and self.random() < 0.25:
+            before = self.agree(f"before {kind}", gender, plural)
+        after = owner
+        for role in ["quality", "origin", "field"] if kind in ("idea", "topic") else ["quality"]:
+            if self.room(keep) >= 2 and self.random() < 0.3:
+                after = self.agree(f"{role} {kind}", gender, plural) + after
+        if before and determiner[0][0] == "des":  # de petits chats
+            determiner = [("de", determiner[0][1])]
+        name = [*english.split("/"), english + "s"][plural]
+        name = self.word(name, inflect(french, french, gender, plural))
+        french = determiner + before + name + after
         phrase = Phrase(french, 3 + plural, gender, plural, kind)
-        if not after and self.room(keep) >= 4 and self.chance(0.3):
-            if self.chance(0.6): french += self.word("who" if kind == "person" else "that", "qui") + self.act(phrase, keep)
-            else:
-                french += self.word("that", "que")
-                subject = self.someone() if self.room(keep) < 4 or self.chance(0.5) else self.noun("person", self.length)
-                french += subject.french + self.act(subject, keep, gap=phrase)
-        elif not after and self.room(keep) >= 2 and kind == "idea" and self.chance(0.35):
-            french += self.word(*self.pick((("on", "sur"), ("of", "de")))) + self.noun("idea", keep, definite=True).french
+        french += [] if owner else self.more(phrase, keep)
         return phrase
-    def be(self, subject, keep, tense):
-        """An adjective, or the passive: was signed, a été signé."""
-        _, person, gender, plural, kind = subject
-        animate = kind in ("person", "animal")
-        passive = not animate and self.room(keep) >= 2 and self.chance(0.7)
-        at = (self.say("will" if tense == "will" else self.words[tense][person]),)
-        no = self.say("not") if self.room(keep) >= 3 and self.chance(0.2) else None
-        if tense == "will": at += (self.say("be"),)  # will be: sera
-        form = {"will": "sera", "be": "être", "was": "avoir" if passive else "était"}[tense]
-        french = self.around([(self.words[form][person], at)], no, "pas")
-        if not passive:
-            if self.room(keep) >= 2 and self.chance(0.5): french += self.word(*self.pick((("too", "trop"), ("very", "très"))))
-            return french + self.adjective("person" if animate else "idea", gender, plural)
-        if tense == "was": french.append(("été", at))
-        _, _, _, participle, _, done, _ = self.choose("verb " + kind)
-        french += self.word(participle, inflect(done, done + "e", gender, plural))
-        if self.room(keep) >= 3 and self.chance(0.4): french += self.word("by", "par") + self.noun("person", keep).french
-        return french + self.tail(keep, tense)
+
+    def more(self, noun, keep):
+        """A relative clause, or what an idea is about, or nothing."""
+        if self.room(keep) >= 4 and self.random() < 0.3:
+            if self.random() < 0.6:
+                qui = self.word("who" if noun.kind == "person" else "that", "qui")
+                return qui + self.act(noun, keep)
+            que = self.word("that", "que")
+            subject = self.subject("person", self.length - 3)
+            return que + subject.french + self.act(subject, keep, gap=noun)
+        if self.room(keep) >= 3 and noun.kind == "idea" and self.random() < 0.35:
+            return self.attach("about", keep, definite=True)
+        return []
+
     def act(self, subject, keep, gap=None):
-        """An active verb. In a relative clause its object is the noun before it, the gap, and the participle agrees."""
-        if not gap and (subject.kind not in ("person", "animal") or self.chance(0.15)):
-            return self.be(subject, keep, self.pick(("was", "was", "be", "be", "will")))
-        room, person = self.room(keep), subject.person
-        kinds = ("nothing", "être", "person", "animal", "thing", "thing", "place", "idea", "idea")
-        kind = gap.kind if gap else self.pick(kinds[:2 if room < 3 else 7 if subject.kind == "animal" else None])
-        base, third, past, participle, present, done, infinitive = self.choose("verb " + kind)
-        tense = self.pick(("present", "past", "present", "past", "have", "can", "must")[:2 if room < 4 else None])
-        adverb, middle = self.choose("middle") if room >= 5 and self.chance(0.3) else (None, None)
-        aux, said = None, {"present": third if person == 3 else base, "past": past, "have": participle}.get(tense, base)
-        if tense in ("have", "can", "must"): aux = self.say(self.words["have"][person] if tense == "have" else tense)
-        elif adverb == "not": aux, said = self.say("did" if tense == "past" else self.words["do"][person]), base
-        at_middle, at = self.say(adverb) if adverb else None, self.say(said)
-        clitic, rest, (gender, plural) = [], [], (gap or subject)[2:4] if gap or kind == "être" else ("m", 0)
-        if kind == "person" and not gap and self.chance(0.4):
-            english, french, gender, plural = self.pick(self.words["object"][2 * (person < 2):5 if person == 2 else None])
-            clitic = self.word(english, french)
-        elif kind not in ("nothing", "être") and not gap:
-            rest = self.noun(kind, keep, definite=adverb in ("not", "never")).french
-        if tense == "present": finite = clitic + [(present[person], (at,))]
-        elif tense in ("can", "must"):
-            finite, rest = [(self.words[tense][person], (aux,))], clitic + [(infinitive, (at,))] + rest
-        else:  # one word in English, two in French: without an English auxiliary both come from the verb
-            finite = clitic + [(self.words["être" if kind == "être" else "avoir"][person], (at if aux is None else aux,))]
-            rest = [(inflect(done, done + "e", gender, int(plural)), (at,))] + rest
-        french = self.around(finite, at_middle, middle) + rest
-        return french if gap else french + self.tail(keep, tense)
-    def around(self, finite, at, middle):
-        """ne ... pas around the finite verb, both from "not"; often and always only follow it."""
-        return finite if at is None else [("ne", (at,))] * (middle in ("pas", "jamais")) + finite + [(middle, (at,))]
-    def tail(self, keep, tense):
-        if self.room(keep) >= 3 and self.chance(0.3):
-            english, french, kind = self.choose("where")
-            return self.word(english, french) + self.noun(kind, keep).french
-        if self.room(keep) < 3 or tense not in ("past", "was") or self.chance(0.7): return []
-        year = self.pick(("1990", "1991", "1992", "1993", "1994", "1995", "1996", "1997", "1998", "1999"))
-        return self.word("in", "en") + self.word(*self.choose("month")) + self.word(year, year)
+        """What the subject does or is. The gap of "the cat that she saw" is its object, the cat."""
+        room = self.room(keep)
+        short = room < 3 and subject.kind in ALIVE
+        kind = gap.kind if gap else self.pick("does short" if short else f"does {subject.kind}")
+        french = self.verb(kind, subject, room, gap)
+        thing = None
+        if not gap and f"noun {kind}" in WORDS:  # a definite one after "ne", else it is "pas de"
+            thing = self.noun(kind, keep, definite=french[0][0] == "ne")
+            french += thing.french
+        if kind == "passive" and self.room(keep) >= 3 and self.random() < 0.4:
+            french += self.attach("agent", keep)
+        if not gap and kind != "quality":
+            french += self.tail(keep)
+        # "It" might be either animal in "the cat saw the dog because it was tired": so neither.
+        self.topics = [] if kind in (*ALIVE, "pronoun") else [subject, thing]
+        return french
+
+    def verb(self, kind, subject, room, gap):
+        """The verb with its auxiliary, adverb and pronoun; a participle agrees with its leader."""
+        role = "quality" if kind == "quality" else "verb"
+        state = kind in ("quality", "passive")
+        word = self.pick(f"{role} {subject.kind if state else kind}")
+        tense = self.pick("tense short" if state or room < 4 else "tense long")
+        if tense == "present" and word.base == "hit":
+            tense = "past"  # is "i hit her" now or then? then
+        adverb, middle = self.pick("adverb") if room >= 5 and self.random() < 0.3 else ("", "")
+        self.over = tense == "past" and kind != "quality" and adverb in ("", "not")
+        auxiliary, english, finite, rest = forms(word, kind, subject.person, tense, adverb == "not")
+        cannot = auxiliary + adverb == "cannot"
+        auxiliary_at = self.say("cannot" if cannot else auxiliary) if auxiliary else None
+        adverb_at = self.say(adverb) if adverb and not cannot else auxiliary_at
+        very = kind == "quality" and room >= 3 and self.random() < 0.5
+        degree = self.word(*self.pick("degree")) if very else []
+        verb_at = self.say(english)
+        finite_at = verb_at if auxiliary in ("", "do", "does") else auxiliary_at
+        pronoun = []
+        leader = subject if state or kind == "être" else gap
+        if kind == "pronoun":
+            leader = self.someone(f"object {subject.person}")
+            pronoun = leader.french
+        if leader and rest == word.masculine:
+            rest = inflect(word.masculine, word.feminine, leader.gender, leader.plural)
+        ne = [("ne", adverb_at)] if middle in ("pas", "jamais") else []
+        pas = [(middle, adverb_at)] if middle else []
+        been = [("été", finite_at)] if kind == "passive" and tense == "past" else []
+        last = [(rest, verb_at)] if rest else []
+        if tense in ("can", "must"):  # je ne peux pas la voir
+            return [*ne, (finite, finite_at), *pas, *pronoun, *last]
+        return [*ne, *pronoun, (finite, finite_at), *pas, *been, *degree, *last]
+
+    def tail(self, keep):
+        """Where, or when: only what is over may have a date, and one is enough."""
+        if self.room(keep) >= 3 and self.random() < 0.3:
+            return self.attach("where", keep)
+        if self.room(keep) < 3 or not self.over or self.random() < 0.6:
+            return []
+        self.over = False
+        date = self.word("in", "en") + self.word(*self.pick("month"))
+        return date + self.word(*self.pick("year"))
+
 
 def toy(n, seed=0, max_len=30, split="train"):
-    """n pairs (source words, target words, gold) of 3 to max_len source words, more short ones than long ones.
-    A sentence's words alone decide its split, so train, valid and test never share one."""
-    grammar, splits, pairs = Grammar(f"{seed} {split}"), ["train"] * 8 + ["valid", "test"], []
-    if not 3 <= max_len <= 1000 or split not in splits: raise InputError(f"--max-len {max_len}: must be 3 to 1000 ({split})")
+    """n pairs (source words, target words, gold) of 3 to max_len source words, often short."""
+    splits = ["train"] * 8 + ["valid", "test"]
+    if split not in splits:
+        raise ValueError(f"{split}: must be train, valid or test")
+    if not 3 <= max_len <= 1000:
+        raise InputError(f"--max-len {max_len}: must be 3 to 1000")
+    grammar = Grammar(f"{seed} {split}")
+    pairs = []
     while len(pairs) < n:
         pair = grammar.sentence(3 + int((max_len - 2) * grammar.random() ** 2))
-        if 3 <= len(pair[0]) <= max_len and splits[zlib.crc32(" ".join(pair[0]).encode()) % 10] == split: pairs.append(pair)
+        home = splits[zlib.crc32(" ".join(pair[0]).encode()) % 10]
+        if home == split and 3 <= len(pair[0]) <= max_len:
+            pairs.append(pair)
     return pairs
 
-# ---- text, vocabularies, batches -------------------------------------------------------------------------------------
+
+# ---- text -----------------------------------------------------------------------------------
+
+
+def words_of(sentence):
+    """The words of a sentence, which may be a string or a list of words."""
+    if isinstance(sentence, str):
+        return sentence.split()
+    if isinstance(sentence, (list, tuple)) and all(isinstance(word, str) for word in sentence):
+        return list(sentence)
+    raise TypeError(f"a sentence is a string or a list of words, not {sentence!r:.60}")
+
+
+def sentences_of(sentences):
+    """Several sentences as lists of words."""
+    if isinstance(sentences, str):
+        raise TypeError(f"give a list of sentences, not one string: [{sentences!r:.60}]")
+    return [words_of(sentence) for sentence in sentences]
+
+
 def read(path):
-    """The sentences of a UTF-8 text file, plain or gzipped, as lists of words; of stdin (0) every line, whatever is in it."""
+    """The lines of a UTF-8 text file, plain or gzipped, as lists of words."""
+    opener = gzip.open if str(path).endswith(".gz") else open
     try:
-        with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
+        with opener(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                bom, words = line.startswith(b"\xef\xbb\xbf"), b" ".join(line.removeprefix(b"\xef\xbb\xbf").split())
-                fault = "a NUL byte" if b"\0" in line else "CR LF" if b"\r\n" in line else "a byte-order mark" if bom else ""
-                if fault and path: raise InputError(f"{path}, line {number}: has {fault}; give plain UTF-8 text with LF alone")
-                yield words.decode(errors="strict" if path else "replace").split(" ") if words else []
-    except UnicodeDecodeError: raise InputError(f"{path}, line {number}: not UTF-8; convert the file first") from None
+                yield split_line(line, f"{path}, line {number}")
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read, {getattr(error, 'strerror', None) or error}; give a text file") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read, {reason}; give a text file") from None
+
+
+def split_line(line, place):
+    """The words of a line of bytes, split at ASCII spaces; what is not plain text is refused."""
+    for mark, name in FAULTS.items():
+        if mark in line:
+            raise InputError(f"{place}: has {name}; give plain UTF-8 text with LF alone")
+    try:
+        return [word.decode() for word in line.split()]
+    except UnicodeDecodeError:
+        raise InputError(f"{place}: not UTF-8; convert the file first") from None
+
+
+def read_stdin():
+    """Every line of stdin as a list of words, whatever is in it; at a terminal after a prompt."""
+    with open(0, "rb", closefd=False) as file:
+        while True:
+            if os.isatty(0):
+                print("> ", end="", file=sys.stderr, flush=True)
+            line = file.readline()
+            if not line:
+                return
+            words = line.removeprefix(BYTE_ORDER_MARK).split()
+            yield [word.decode(errors="replace") for word in words]
+
 
 def read_pairs(source, target):
     """The pairs of two files, line for line."""
     for number, pair in enumerate(itertools.zip_longest(read(source), read(target))):
-        short = source if pair[0] is None else target
-        if None in pair: raise InputError(f"{short} ends after line {number}, before its partner; give equally many lines")
+        if None in pair:
+            short = source if pair[0] is None else target
+            raise InputError(
+                f"{short} ends after line {number}, before its partner; give equally many lines"
+            )
         yield pair
+
+
+def chunks(files, vocabulary):
+    """Pairs to answer, at most a thousand at a time: of two files, or of stdin, without targets."""
+    pairs = read_pairs(*files) if files else zip(read_stdin(), itertools.repeat([]))
+    numbered = enumerate(pairs, 1)
+    warned = False
+    while chunk := list(itertools.islice(numbered, 1 if not files and os.isatty(0) else 1000)):
+        words = [word for _, (source, _) in chunk for word in source]
+        if not warned and sum(word not in vocabulary for word in words) > len(words) / 5:
+            warn("more than a fifth of the words are unknown; tokenised like the training text?")
+            warned = True
+        yield [within_bounds(number, *pair) for number, pair in chunk]
+
+
+def within_bounds(number, source, target, most=1000):
+    """The pair or, where a side has too many words to compute with, an empty one."""
+    if max(len(source), len(target)) <= most:
+        return source, target
+    warn(f"line {number}: more than {most:,} words; left empty")
+    return [], []
+
+
+def write(path, content, dump=None):
+    """Writes bytes whole or not at all: beside the old file, in a file of its own, then over it."""
+    if dump:  # into memory first: torch.save crashes when the disk is full
+        buffer = io.BytesIO()
+        dump(content, buffer)
+        content = buffer.getbuffer()
+    part = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        reason = f"not written, {error.strerror}; what was there is whole"
+        raise InputError(f"{path}: {reason}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ---- vocabularies and batches ---------------------------------------------------------------
+
 
 class Vocabulary(dict):
     """Word to number, UNK for an unknown word; .words is the list of words in order."""
+
     def __init__(self, words):
-        super().__init__({word: i for i, word in enumerate(words) if i >= UNK})  # "<pad>" in a text is not padding
         self.words = list(words)
-    def __missing__(self, word): return UNK
+        super().__init__({word: i for i, word in enumerate(words) if word not in SPECIALS})
+
+    def __missing__(self, word):
+        return UNK
+
+    def decode(self, numbers):
+        """The words of these numbers, end mark and padding left out."""
+        return [self.words[i] for i in numbers if i not in (PAD, EOS)]
+
+
+class Bitext:
+    """Sentence pairs as numbers, flat: a side is one array of tokens, and each sentence's length.
+
+    Pairs with an empty side or one of more than max_len words are left out and counted in .skipped.
+    """
+
+    def __init__(self, pairs, vocabularies, max_len=None):
+        tokens = array("i"), array("i")
+        lengths = array("q"), array("q")
+        self.skipped = 0
+        for pair in pairs:
+            if max_len and not all(0 < len(words) <= max_len for words in pair[:2]):
+                self.skipped += 1
+                continue
+            for side in (0, 1):
+                if side == 1:
+                    tokens[side].append(BOS)
+                tokens[side].extend(map(vocabularies[side].__getitem__, pair[side]))
+                tokens[side].append(EOS)
+                lengths[side].append(len(pair[side]) + 1 + side)
+        self.tokens = [np.array(side, np.int32) for side in tokens]
+        self.lengths = [np.array(side, np.int64) for side in lengths]
+        self.starts = [np.cumsum(side) - side for side in self.lengths]
+
+    def __len__(self):
+        return len(self.lengths[0])
+
+    def unknown(self):
+        """The share of unknown words on the side that has more of them."""
+        return max(float((side == UNK).sum() / max((side > EOS).sum(), 1)) for side in self.tokens)
+
+    def batch(self, rows):
+        """(src, tgt) of these rows, padded to the right; targets to a rounded length."""
+        longest_source, longest_target = (lengths[rows].max() for lengths in self.lengths)
+        widths = longest_source, rounded(longest_target - 1) + 1
+        return [self.grid(side, rows, width) for side, width in enumerate(widths)]
+
+    def grid(self, side, rows, width):
+        """One side of these rows as an array (rows, width)."""
+        place = np.arange(width)
+        inside = place < self.lengths[side][rows, None]
+        index = np.where(inside, self.starts[side][rows, None] + place, 0)
+        return np.where(inside, self.tokens[side][index], PAD).astype(np.int64)
+
+    def in_order(self, tokens):
+        """Rows of like length, in batches of at most so many tokens, to score or translate."""
+        order = np.lexsort(self.lengths[::-1])
+        source, target = (lengths[order] for lengths in self.lengths)
+        cuts = cut(source, target, tokens)
+        return [order[first:last] for first, last in itertools.pairwise(cuts)]
+
+    def batches(self, tokens, sentences, seed, step=0):
+        """Batches to train on, without end, from any step on: step and seed alone say which.
+
+        A batch holds one source length and rounded target lengths: nothing need be packed, and
+        the same shapes come again. Pairs of one shape change places, and batches, every epoch.
+        """
+        source, target = self.lengths[0], rounded(self.lengths[1] - 1) + 1
+        order = np.lexsort((target, source))
+        cuts = cut(source[order], target[order], tokens, sentences, one_length=True)
+        self.batches_an_epoch = len(cuts) - 1
+        for epoch in itertools.count(step // self.batches_an_epoch):
+            random = np.random.default_rng((seed, epoch))
+            order = np.lexsort((random.permutation(len(self)), target, source))
+            shuffled = random.permutation(self.batches_an_epoch)
+            skipped = max(step - epoch * self.batches_an_epoch, 0)
+            for place in shuffled[skipped:]:
+                yield self.batch(order[cuts[place] : cuts[place + 1]])
+
+
+def rounded(length):
+    """Up to three significant bits, so that few lengths remain: 8, 10, 12, 14, 16, 20, 24 ..."""
+    unit = 2 ** np.maximum(np.log2(length).astype(int) - 2, 0)
+    return -(-length // unit) * unit
+
+
+def cut(source, target, tokens, sentences=math.inf, one_length=False):
+    """Where to cut pairs of these lengths into batches of so many tokens, padding counted."""
+    cuts = [0]
+    longest_source = longest_target = 0
+    for row, (n, m) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
+        longest_source, longest_target = max(longest_source, n), max(longest_target, m)
+        rows = row + 1 - cuts[-1]
+        full = rows > sentences or rows * (longest_source + longest_target) > tokens
+        if rows > 1 and (full or one_length and n != source[row - 1]):
+            cuts.append(row)
+            longest_source, longest_target = n, m
+    return [*cuts, len(source)]
+
 
 def learn(pairs, sizes=(None, None), min_count=1, joint=False, max_len=None):
-    """(Bitext, two vocabularies) of training text, read once: a side's most frequent words, at most `sizes` with the four
-    specials, the rest UNK; if joint, one vocabulary for both."""
-    new = lambda: collections.defaultdict(itertools.count(UNK + 1).__next__, {"<unk>": UNK})  # each new word the next number
-    grown = [new()] * 2 if joint else [new(), new()]
-    bitext = Bitext(pairs, grown, max_len)
-    lists = [SPECIALS[:UNK] + list(numbers) for numbers in grown]
-    counts = [np.bincount(tokens, minlength=len(words)) for tokens, words in zip(bitext.tokens, lists)]
-    if joint: counts, sizes = [sum(counts)] * 2, sizes[:1] * 2
-    for side, (words, count, size) in enumerate(zip(lists, counts, sizes)):
-        known = [i for i in range(len(SPECIALS), len(words)) if count[i] >= min_count and words[i] not in SPECIALS]
-        known = [*range(len(SPECIALS)), *sorted(known, key=lambda i: (-count[i], words[i]))][:size]
-        table = np.full(len(words), UNK, np.int32)
-        table[known] = np.arange(len(known))
-        bitext.tokens[side], grown[side] = table[bitext.tokens[side]], Vocabulary([words[i] for i in known])
-    return bitext, grown
+    """(Bitext, two vocabularies): the most frequent words of each side, or of both if joint.
 
-def coarse(n): return -(-n // (step := 2 ** np.maximum(np.log2(n).astype(int) - 2, 0))) * step  # up to three significant bits
-class Bitext:
-    """Numbered sentence pairs, flat: a side is one array of tokens and one of the places where its sentences begin.
-    Pairs with an empty side or one of more than max_len words are left out and counted in .skipped."""
-    def __init__(self, pairs, vocabularies, max_len=None):
-        self.skipped, pairs, parts = 0, iter(pairs), [[(np.zeros(0, np.int32), np.zeros(0, np.int64))] for _ in range(2)]
-        while block := list(itertools.islice(pairs, 10000)):
-            kept = [pair for pair in block if not max_len or all(0 < len(words) <= max_len for words in pair[:2])]
-            self.skipped += len(block) - len(kept)
-            for side, vocabulary in enumerate(vocabularies):
-                n = np.array([len(pair[side]) for pair in kept], np.int64)
-                words = itertools.chain.from_iterable(pair[side] for pair in kept)
-                ids = np.fromiter(map(vocabulary.__getitem__, words), np.int32, n.sum())
-                ends = n.cumsum()
-                frame = (np.stack([ends - n, ends], 1).ravel(), [BOS, EOS] * len(n)) if side else (ends, EOS)
-                parts[side].append((np.insert(ids, *frame), n + 1 + side))
-        self.tokens, self.lengths = map(list, zip(*(map(np.concatenate, zip(*part)) for part in parts)))
-        self.starts = [np.cumsum(n) - n for n in self.lengths]
+    The text is read once: every word gets a number, then the rare ones become UNK.
+    """
+    numbers = [collections.defaultdict(itertools.count(len(SPECIALS)).__next__) for _ in range(2)]
+    if joint:
+        numbers[1] = numbers[0]
+    bitext = Bitext(pairs, numbers, max_len)
+    counts = [np.bincount(t, minlength=4 + len(n)) for t, n in zip(bitext.tokens, numbers)]
+    if joint:
+        counts = [counts[0] + counts[1]] * 2
+        sizes = [sizes[0]] * 2
+    vocabularies = []
+    for side in (0, 1):
+        words = SPECIALS + list(numbers[side])
+        count = counts[side]
+        known = [
+            i for i in range(4, len(words)) if count[i] >= min_count and words[i] not in SPECIALS
+        ]
+        known.sort(key=lambda i: (-count[i], words[i]))
+        kept = [*range(4), *known][: sizes[side]]
+        new_number = np.full(len(words), UNK, np.int32)
+        new_number[kept] = np.arange(len(kept))
+        bitext.tokens[side] = new_number[bitext.tokens[side]]
+        vocabularies.append(Vocabulary([words[i] for i in kept]))
+    return bitext, vocabularies
 
-    def __len__(self): return len(self.lengths[0])
-    def batch(self, rows, even=False):
-        """(src, tgt) of these rows, padded to the right."""
-        out = []
-        for side, (tokens, starts, lengths) in enumerate(zip(self.tokens, self.starts, self.lengths)):
-            place = np.arange(coarse(lengths[rows].max() - 1) + 1 if even and side else lengths[rows].max())
-            grid = tokens[np.minimum(starts[rows, None] + place, len(tokens) - 1)]
-            out.append(np.where(place < lengths[rows, None], grid, PAD).astype(np.int64))
-        return out
-    def cut(self, tokens, sentences=None, ties=None, even=False):
-        """The rows, like lengths together, cut into batches of at most `tokens`, padding counted. If even, sources of one length
-        make a batch, and targets of coarse lengths: the same shapes come again and again."""
-        src, tgt, near = (self.lengths[0], coarse(self.lengths[1] - 1) + 1, 1) if even else (*self.lengths, 3)
-        # sorted by source length, in threes, and by target length up and down in turn: little padding
-        order = np.lexsort((np.arange(len(self)) if ties is None else ties, src, tgt * (-1) ** (src // near), src // near))
-        src, tgt, batches, at = src[order], tgt[order], [], 0
-        while at < len(order):
-            window = slice(at, at + min(tokens // (src[at] + tgt[at]) + 1, sentences or len(order)))
-            cost = np.maximum.accumulate(src[window]) + np.maximum.accumulate(tgt[window])
-            size = max(int(np.searchsorted(cost * np.arange(1, len(cost) + 1), tokens, "right")), 1)
-            if even: size = min(size, int(np.searchsorted(src[window], src[at], "right")))
-            batches.append(order[at:at + size])
-            at += size
-        return batches
-    def epoch(self, tokens, sentences=None, seed=0, epoch=0, skip=0, rank=0, world=1, even=False):
-        """An epoch's batches, in an order that (seed, epoch) alone decides, from the skip-th on. Of several processes
-        each gets every world-th row of a joint batch `world` times as big; if it gets none, one with an empty target."""
-        random = np.random.default_rng((seed, epoch))
-        batches = self.cut(tokens * world, sentences and sentences * world, random.permutation(len(self)), even)
-        for rows in (batches[i] for i in random.permutation(len(batches))[skip:]):
-            src, tgt = self.batch(rows[rank::world] if rank < len(rows) else rows[:1], even)
-            yield src, tgt * (rank < len(rows))
 
-# ---- scores ----------------------------------------------------------------------------------------------------------
+class Corpus:
+    """What to learn from and to be scored on: two pairs of files, or the built-in corpus."""
+
+    def __init__(self, cfg, train=None, valid=None, words=None):
+        if train:
+            limit = cfg.max_len or 100
+            pairs = read_pairs(*train)
+            self.valid = list(read_pairs(*valid))
+            if not self.valid:
+                raise InputError(f"{valid[0]}: is empty; give at least one pair")
+            self.test, self.example = self.valid, self.valid[0][0]  # scored on what chose the model
+        else:
+            limit = cfg.max_len or 30
+            pairs = toy(50000, max_len=limit)
+            self.valid = toy(500, max_len=limit, split="valid")
+            self.test, self.example = toy(1000, max_len=limit, split="test"), EXAMPLE.split()
+            limit = math.inf  # the grammar keeps to it by itself
+        if words:
+            self.vocabularies = [Vocabulary(side) for side in words]
+            self.train = Bitext(pairs, self.vocabularies, limit)
+        else:
+            sizes = cfg.src_vocab, cfg.tgt_vocab
+            self.train, self.vocabularies = learn(pairs, sizes, cfg.min_count, cfg.joint, limit)
+        if len(self.train) == 0:
+            raise InputError(f"{train[0]}: no pair of 1 to {limit} words a side; see --max-len")
+        words = [vocabulary.words for vocabulary in self.vocabularies]
+        self.about = dict(files=(train, valid), words=words)
+        source, target = map(len, words)
+        self.sizes = dict(src_vocab=source, tgt_vocab=target)
+        if self.train.unknown() > 0.2:
+            warn(f"{self.train.unknown():.0%} of one side's words become <unk>; see --src-vocab")
+
+    def __str__(self):
+        kept, skipped = len(self.train), self.train.skipped
+        words = "{src_vocab:,} and {tgt_vocab:,} words".format(**self.sizes)
+        return f"{kept:,} pairs, {skipped:,} left out; {words}"
+
+
+# ---- scores ---------------------------------------------------------------------------------
+
+
+def ngrams(words, n):
+    """How often each sequence of n words occurs."""
+    return collections.Counter(zip(*(words[i:] for i in range(n))))
+
+
 def bleu(hypotheses, references):
-    """Corpus BLEU-4 of lists of words, 0 to 100. An order without a match counts as 1/2, the next 1/4, as in sacreBLEU."""
+    """Corpus BLEU-4 of lists of words, 0 to 100, smoothed as in sacreBLEU."""
     hits, total = [0] * 4, [0] * 4
-    for sentences in zip(hypotheses, references, strict=True):
+    for hypothesis, reference in zip(hypotheses, references, strict=True):
         for n in range(4):
-            hyp, ref = (collections.Counter(zip(*(words[i:] for i in range(n + 1)))) for words in sentences)
-            hits[n] += (hyp & ref).total()
-            total[n] += hyp.total()
-    if not any(hits) or not all(total): return 0.0
-    precision = sum(math.log((hits[n] or 2.0 ** -hits[:n + 1].count(0)) / total[n]) for n in range(4)) / 4
-    return 100 * math.exp(precision + min(0, 1 - sum(map(len, references)) / total[0]))
+            said, wanted = ngrams(hypothesis, n + 1), ngrams(reference, n + 1)
+            hits[n] += (said & wanted).total()
+            total[n] += said.total()
+    if not any(hits) or not all(total):
+        return 0.0
+    log_precision = 0.0
+    for n in range(4):
+        matched = hits[n] or 0.5 ** hits[: n + 1].count(0)  # no match counts 1/2, the next 1/4
+        log_precision += math.log(matched / total[n]) / 4
+    brevity = min(0.0, 1 - sum(map(len, references)) / total[0])
+    return 100 * math.exp(log_precision + brevity)
+
+
+def bleu_by_length(sources, hypotheses, references):
+    """BLEU of sentences of 1 to 10 source words, 11 to 20, and so on."""
+    buckets = collections.defaultdict(list)
+    for source, hypothesis, reference in zip(sources, hypotheses, references, strict=True):
+        buckets[max(len(source) - 1, 0) // 10].append((hypothesis, reference))
+    return {f"{10 * k + 1}-{10 * k + 10}": bleu(*zip(*buckets[k])) for k in sorted(buckets)}
+
+
+def scores(pairs, hypotheses, alphas=None):
+    """BLEU, BLEU by length and, with the alignments of pairs that have gold ones, AER."""
+    sources, references, *gold = zip(*pairs)
+    return dict(
+        bleu=bleu(hypotheses, references),
+        aer=aer([links(alpha) for alpha in alphas], gold[0]) if alphas else None,
+        bleu_by_length=bleu_by_length(sources, hypotheses, references),
+    )
+
 
 def aer(predicted, gold):
-    """Alignment error rate of lists of link sets {(source index, target index), ...}: 0 is perfect, 1 is all wrong."""
-    both, total = sum(len(p & g) for p, g in zip(predicted, gold, strict=True)), sum(map(len, [*predicted, *gold]))
+    """Alignment error rate of lists of link sets {(source index, target index), ...}, 0 to 1."""
+    both = sum(len(p & g) for p, g in zip(predicted, gold, strict=True))
+    total = sum(len(p) + len(g) for p, g in zip(predicted, gold, strict=True))
     return 1 - 2 * both / total if total else 0.0
 
-# ---- alignments: alpha has a row a target word, a column a source word, the end marks last ------------------------------
-def links(alpha):  # {(source index, target index), ...}: each target word's maximum; EOS, last of both, has no link
-    return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
-def pharaoh(alpha): return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
-def heatmap(source, target, alpha):  # in the terminal: a column a source word, a row a target word
-    high, wide = (max(map(len, words), default=0) for words in (source, target))
-    head = [" " * (wide + 1) + " ".join(word.rjust(high)[k] for word in source) for k in range(high)]
-    shade = lambda row: "".join(" ░▒▓█"[min(int(5 * a), 4)] * 2 for a in row[:len(source)])
-    return "\n".join(head + [word.rjust(wide) + " " + shade(row) for word, row in zip(target, alpha)])
-def svg(source, target, alpha):  # the same as a picture, readable on light and dark
-    left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
-    style = "text{fill:#6e7781}rect{fill:#2f7fd6}"
-    label = lambda x, y, more, word: f'<text transform="translate({x},{y}){more}>{html.escape(word)}</text>'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 22 * len(source) + 12}" '
-             f'height="{top + 22 * len(target) + 12}" font-family="monospace" font-size="15"><style>{style}</style>']
-    parts += [label(left + 22 * j + 15, top - 6, ' rotate(-90)"', word) for j, word in enumerate(source)]
-    parts += [label(left - 6, top + 22 * i + 15, '" text-anchor="end"', word) for i, word in enumerate(target)]
-    parts += [f'<rect x="{left + 22 * j}" y="{top + 22 * i}" width="21" height="21" opacity="{0.07 + 0.93 * alpha[i, j]:.2f}"/>'
-              for i in range(len(target)) for j in range(len(source))]
-    return "\n".join([*parts, "</svg>\n"])
+
+# ---- alignments: alpha has a row a target word, a column a source word, the end marks last ----
+
+
+def replace_unknown(pairs, alphas):
+    """The targets, each <unk> in them replaced by the source word that its row points at."""
+    found = []
+    for (source, target), alpha in zip(pairs, alphas):
+        best = alpha[:, : len(source)].argmax(-1)
+        found.append([source[i] if word == "<unk>" else word for i, word in zip(best, target)])
+    return found
+
+
+def links(alpha):
+    """{(source index, target index), ...}: each target word's maximum; end marks have no link."""
+    best = alpha[:-1].argmax(-1)
+    return {(int(i), j) for j, i in enumerate(best) if i < alpha.shape[1] - 1}
+
+
+def pharaoh(alpha):
+    """The links as fast_align and Marian write them: i-j, source first."""
+    return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
+
+
+def labels(words, most=60):
+    """The first words of a sentence as they can be drawn: printable, and not too long."""
+    words = words_of(words)[:most]
+    printable = ["".join(c if c.isprintable() else "?" for c in word) for word in words]
+    return [word if len(word) <= 24 else word[:23] + "…" for word in printable]
+
+
+def heatmap(source, target, alpha):
+    """For the terminal: a column a source word, a row a target word, and what the shades mean."""
+    source, target = labels(source), labels(target)
+    high = max(map(len, source), default=0)
+    wide = max(map(len, target), default=0)
+    upright = [word.rjust(high) for word in source]
+    lines = [" " * (wide + 1) + " ".join(word[k] for word in upright) for k in range(high)]
+    for word, row in zip(target, alpha):
+        levels = np.searchsorted([0.05, 0.2, 0.4, 0.6, 0.8], row[: len(source)], "right")
+        lines.append(word.rjust(wide) + " " + "".join(2 * " ·░▒▓█"[level] for level in levels))
+    return "\n".join([*lines, " " * wide + " from 0.05 · 0.2 ░ 0.4 ▒ 0.6 ▓ 0.8 █"])
+
+
+def svg(*pictures):
+    """svg(source, target, alpha), or several such, as one picture; a cell tells its weight."""
+    if not isinstance(pictures[0], tuple):
+        pictures = [pictures]
+    parts, width, height = [], 0, 0
+    for source, target, alpha in pictures:
+        cells, wide, high = draw(labels(source), labels(target), alpha)
+        parts += [f'<g transform="translate(0,{height})">', *cells, "</g>"]
+        width, height = max(width, wide), height + high
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+    style = "<style>text{fill:#6e7781;font:15px monospace}rect{fill:#2f7fd6}</style>"
+    return "\n".join([f"{head}>{style}", *parts, "</svg>\n"])
+
+
+def draw(source, target, alpha):
+    """(elements, width, height) of one sentence's picture, readable on light and dark."""
+    left = 12 + 9 * max(map(len, target), default=0)
+    top = 12 + 9 * max(map(len, source), default=0)
+    source, target = map(html.escape, source), list(map(html.escape, target))
+    parts = []
+    for i, word in enumerate(target):
+        place = f'x="{left - 6}" y="{top + 22 * i + 15}" text-anchor="end"'
+        parts.append(f"<text {place}>{word}</text>")
+    x = left
+    for j, word in enumerate(source):
+        parts.append(f'<text transform="translate({x + 15},{top - 6}) rotate(-90)">{word}</text>')
+        for i, other in enumerate(target):
+            place = f'x="{x}" y="{top + 22 * i}" width="21" height="21"'
+            title = f"<title>{word} {other} {alpha[i, j]:.2f}</title>"
+            parts.append(f'<rect {place} opacity="{0.07 + 0.93 * alpha[i, j]:.2f}">{title}</rect>')
+        x += 22
+    return parts, x + 12, top + 22 * len(target) + 12
+
+
+def write_alignments(path, pairs, alphas):
+    """.npz: the soft weights; .txt: Pharaoh links, a line a pair; .svg: the first pair."""
+    soft = io.BytesIO()
+    sources, targets = ([" ".join(pair[side]) for pair in pairs] for side in (0, 1))
+    weights = {f"alpha_{k}": alpha for k, alpha in enumerate(alphas)}
+    np.savez_compressed(soft, source=sources, target=targets, **weights)
+    write(f"{path}.npz", soft.getvalue())
+    write(f"{path}.txt", "".join(pharaoh(alpha) + "\n" for alpha in alphas).encode())
+    write(f"{path}.svg", svg(*pairs[0][:2], alphas[0]).encode())
+
+
+def print_answers(args, pairs, alphas):
+    """A line for each pair, its links or its translation, and pictures for those who want some."""
+    if args.align:
+        lines = [pharaoh(alpha) for alpha in alphas]
+    else:
+        lines = [" ".join(target) for _, target in pairs]
+    if args.terminal:
+        source, target = pairs[0]
+        lines.append(f"\n{heatmap(source, target, alphas[0])}\n")
+    print(*lines, sep="\n", flush=True)
+    if args.picture and len(args.drawn) < 20:
+        args.drawn += [(*pair, alpha) for pair, alpha in zip(pairs, alphas)][: 20 - len(args.drawn)]
+        write(args.picture, svg(*args.drawn).encode())
+
+
+# ---- the command line and its files ---------------------------------------------------------
+
+MAY_CHANGE = (
+    "steps every lr warmup clip accumulate average compile align_layer beam alpha replace_unk"
+)
+
+
+def parse_flags(Config, about, devices, argv=None):
+    """The command line: modes and files, then a flag for every field of Config."""
+    script = Path(inspect.getfile(Config)).stem
+    parser = argparse.ArgumentParser(
+        usage=f"python {script}.py [mode] [flags]",
+        description=about.splitlines()[0],
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 30, 100),
+        allow_abbrev=False,
+    )
+    parser.error = refuse
+    pair = dict(nargs=2, metavar=("SRC", "TGT"))
+    modes = parser.add_argument_group("modes (without one: train on the built-in corpus)")
+    modes = modes.add_mutually_exclusive_group()
+    modes.add_argument(
+        "--train", **pair, help="learn from your own text: --train a.en a.fr --valid b.en b.fr"
+    )
+    modes.add_argument(
+        "--translate",
+        action="store_true",
+        help="stdin to stdout: --translate --out runs/fr < c.en > c.fr",
+    )
+    modes.add_argument(
+        "--align", **pair, help="alignments to stdout, Pharaoh's i-j: --align c.en c.fr > c.txt"
+    )
+    modes.add_argument(
+        "--test", **pair, help="BLEU and perplexity of a trained run: --test d.en d.fr"
+    )
+    files = parser.add_argument_group("files")
+    files.add_argument("--valid", **pair, help="text to choose the best model by; files may be .gz")
+    files.add_argument("--picture", type=Path, help="draw the alignments of 20 sentences, .svg")
+    files.add_argument("--out", type=Path, help="the run's folder [a new one; to use: the latest]")
+    files.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    files.add_argument("--paper", action="store_true", help="the paper's sizes and recipe")
+    files.add_argument("--device", choices=devices, default=devices[-1], help="[the best there is]")
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    group, paper = parser, Config.paper()
+    for line in inspect.getsource(Config).splitlines():
+        if heading := re.fullmatch(r"    # (\w+)", line):
+            group = parser.add_argument_group(heading[1])
+        elif entry := re.match(r"    (\w+): .*?  # (.*)", line):
+            add_field(group, fields[entry[1]], entry[2], getattr(paper, entry[1]))
+    args = parser.parse_args(argv)
+    args.config = {name: getattr(args, name) for name in fields if hasattr(args, name)}
+    if args.paper:
+        args.config = vars(Config.paper(**args.config))
+    if bool(args.train) != bool(args.valid):
+        raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
+    using = bool(args.translate or args.align or args.test)
+    args.out = args.out or default_folder(script, new=not (args.resume or using))
+    args.terminal = args.translate and os.isatty(0)
+    args.draws = args.align or args.picture or args.terminal
+    args.drawn = []
+    return args
+
+
+def refuse(message):
+    """What argparse has to say, in one line."""
+    raise InputError(f"{message}; see --help")
+
+
+def add_field(group, field, comment, paper):
+    """A flag for a field of Config, explained by the comment beside it."""
+    how = dict(type=field.type, metavar="N" if field.type is int else "X")
+    if field.type is bool:
+        how = dict(action=argparse.BooleanOptionalAction)
+    if typing.get_args(field.type):
+        how = dict(choices=typing.get_args(field.type))
+    values = f"{field.default}" if paper == field.default else f"{field.default}, paper: {paper}"
+    text = f"{comment} [{values}]".replace("%", "%%")
+    flag = "--" + field.name.replace("_", "-")
+    group.add_argument(flag, default=argparse.SUPPRESS, help=text, **how)
+
+
+def default_folder(script, new):
+    """The first free one of runs/script, runs/script-2, ... or, to use, the latest one."""
+    if new:
+        names = (f"{script}-{n}" if n > 1 else script for n in itertools.count(1))
+        return next(Path("runs", name) for name in names if not Path("runs", name).exists())
+    logs = sorted(Path("runs").glob(f"{script}*/log.jsonl"), key=os.path.getmtime)
+    if not logs:
+        raise InputError(f"runs/: no run of {script}.py; train first, or name one with --out")
+    return logs[-1].parent
+
+
+def claim(out, resume=False):
+    """Makes a new run's folder, which two runs cannot both do; a run to resume has one."""
+    if resume:
+        if not any((out / name).exists() for name in ("last.pt", "log.jsonl")):
+            raise InputError(f"{out}: no run to go on with; leave --resume out, or see --out")
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.glob("*.pt")):
+            raise FileExistsError
+        (out / "log.jsonl").open("x").close()
+    except FileExistsError:
+        raise InputError(f"{out}: is a run already; add --resume, or name another --out") from None
+
+
+def check(config):
+    """Refuses numbers that make no sense."""
+    for field in dataclasses.fields(config):
+        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        if isinstance(value, (bool, str)):
+            continue
+        least = 0 if field.type is float or field.default == 0 or field.name == "seed" else 1
+        if field.name.endswith("_vocab"):
+            least = 1 + len(SPECIALS)
+        if not value >= least:
+            raise InputError(f"{flag} {value}: must be at least {least}")
+        if field.name in ("dropout", "smoothing") and value >= 1:
+            raise InputError(f"{flag} {value}: must be below 1")
+
+
+def changed(config, flags):
+    """A run's Config with these flags, of which only some may differ from the run's."""
+    config = dict(config)
+    for name, value in flags.items():
+        if name in MAY_CHANGE.split():
+            config[name] = value
+        shorter = name.endswith("_vocab") and value > config[name]  # the text had fewer words
+        if value != config[name] and not shorter:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag}: {config[name]} in this run; leave it out")
+    return config
+
+
+def warn(message):
+    """One line on stderr; of several processes the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def one_line_for_mistakes():
+    """Ends the program with one line, and status 2, where the mistake is the user's."""
+    status = 2
+    if sys.stderr is None:  # 2>&-
+        sys.stderr = io.StringIO()
+    try:
+        yield
+        return
+    except BrokenPipeError:  # whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return
+    except KeyboardInterrupt:
+        message, status = "stopped; a training goes on with the same command and --resume", 130
+    except InputError as error:
+        message = error
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}"
+    except Exception as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's
+            raise
+        message = "not enough GPU memory; try fewer --tokens, or more pieces with --accumulate"
+    warn(message)
+    sys.exit(status)
+
+
+def write_log(out, log):
+    """log.jsonl, a line a look at valid; the last line is the run's result."""
+    write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
+
+
+def show(bar, line):
+    """A look at valid: beside the bar at a terminal, elsewhere a line on stderr."""
+    if not math.isfinite(line["loss"] + line["valid_loss"]):
+        raise InputError(f"step {line['step']}: the loss is not finite; --resume with lower --lr")
+    losses = "loss {loss:.3f}, valid {valid_loss:.3f}".format(**line)
+    bar.set_postfix_str(losses)
+    if bar.disable:
+        warn(f"step {line['step']}, {losses}, {line['seconds']:.0f} s")
+
+
+def in_words(result):
+    """A test set's scores, for people."""
+    text = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}".format(**result)
+    if result["aer"] is not None:
+        text += f", AER {result['aer']:.3f}"
+    lengths = ", ".join(f"{k}: {v:.1f}" for k, v in result["bleu_by_length"].items())
+    return f"{text}\nBLEU by source length: {lengths}"
+
+
+def report(out, log, corpus, result, pairs, alphas):
+    """The end of a run: the last line of its log, the alignment files, and what people read."""
+    epochs = log[-1]["step"] / corpus.train.batches_an_epoch
+    speed = epochs * sum(map(len, corpus.train.tokens)) / log[-1]["seconds"]
+    write_log(out, [*log, dict(final=True, **result, tokens_per_second=speed)])
+    write_alignments(out / "align", pairs, alphas)
+    source, target = pairs[0]
+    print(f"\n{' '.join(source)}\n{' '.join(target)}\n\n{heatmap(source, target, alphas[0])}\n")
+    print(f"{len(corpus.test):,} sentences: {in_words(result)}")
+    memory = "{gpu_memory_gib:.2f} GiB of GPU memory, ".format(**result)
+    where = f"{result['seconds']:.0f} s in all; everything is in {out}/"
+    print(f"{speed:,.0f} tokens/s, {memory if result['gpu_memory_gib'] else ''}{where}", flush=True)
+
+
+def mean(weights):
+    """The mean of several models' weights."""
+    return {name: sum(w[name] for w in weights) / len(weights) for name in weights[0]}
+
+
+# ---- python data.py < text > words: what to do to text before the scripts read it -------------
+
+ELISIONS = r"\b(c|d|j|l|m|n|s|t|qu|jusqu|lorsqu|puisqu|quoiqu|aujourd)['’](?=\w)"
+
+
+def tokenize(text):
+    """Punctuation and elisions split off as Moses does it: l' accord, the king 's dog, 3.5 %."""
+    text = re.sub(r"([^\w\s.,'’-]|\.{2,})", r" \1 ", text)
+    text = re.sub(r"(?<!\d),|,(?!\d)", " , ", text)  # but 1,000
+    text = re.sub(r"(?<![.\s])\.(?=[\s\"»”')]*$)", " .", text)  # but 3.5, and Mr. Smith
+    text = re.sub(r"(?<=\w)['’](?!\w)|(?<!\w)['’](?=\w{3})", " ' ", text)  # the nurses ' cat
+    text = re.sub(ELISIONS, r"\1' ", text, flags=re.IGNORECASE)
+    return re.sub(r"(?<=\w)['’](?=\w)", " '", text).split()
+
+
+def main():
+    """Tokenises stdin to stdout."""
+    parser = argparse.ArgumentParser(description="Splits raw text into words, line by line.")
+    parser.add_argument("--lower", action="store_true", help="and puts it into lower case")
+    lower = parser.parse_args().lower
+    for line in io.TextIOWrapper(sys.stdin.buffer, "utf-8", errors="replace"):
+        print(*tokenize(line.lower() if lower else line))
+
+
+if __name__ == "__main__":
+    main()

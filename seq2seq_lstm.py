@@ -2,467 +2,572 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tqdm"]
 # ///
-"""Seq2Seq: one LSTM reads the sentence into a vector of fixed size, another writes the translation from it.
+"""Seq2Seq: one LSTM reads the sentence into a vector of fixed size, another writes from it.
 Sutskever, Vinyals, Le 2014, Sequence to Sequence Learning with Neural Networks, arXiv 1409.3215
 
-    v = LSTM(x_T, ..., x_2, x_1)                 the last state, h and c of every layer, after reading backwards
-    h_t = LSTM(y_{t-1}, h_{t-1})                 a second deep LSTM, h_0 = v
-    p(y_t | v, y_<t) = softmax(W h_t)            a word's probability
-    p(y | x) = prod_t p(y_t | v, y_<t)           a sentence's                                        (1)
+    v = LSTM(x_T, ..., x_2, x_1)               the last h and c of every layer, reading backwards
+    h_t = LSTM(y_{t-1}, h_{t-1})               a second deep LSTM, h_0 = v
+    p(y_t | v, y_<t) = softmax(W h_t)          a word's probability
+    p(y | x) = prod_t p(y_t | v, y_<t)         a sentence's                                   (1)
 
-    python seq2seq_lstm.py                       built-in corpus: BLEU 38 (81 up to 10 words, 19 above 20), 110 s on two cores
+    python seq2seq_lstm.py                     built-in corpus: BLEU 38, 110 s, 2 cores
     python seq2seq_lstm.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 
-There is no attention in this model, so there is no alignment either. What it draws in its place is gradient saliency,
-    alpha_ij = |x_j . d log p(y_i) / d x_j| / sum_k |x_k . d log p(y_i) / d x_k|,
-how much each source word still moves each target word's probability through the one vector between them.
+There is no attention in this model, so there is no alignment. What it draws is gradient saliency,
+    alpha_ij = |x_j . d log p(y_i) / d x_j|, scaled to sum to 1 over j:
+how much each source word still moves each target word's probability through the one vector.
 
 Deviations from the paper
-- torch's LSTM, because it is fused; the paper's is that of Graves, which also has peepholes from the cells to the gates.
-- As in the other scripts the decoder starts from <s>, not <EOS>, and the source ends with </s>, read first when reversed.
-- --steps counts as the paper's 7.5 epochs, whatever the corpus; sentences over 100 words are left out (--max-len).
-- On CUDA the arithmetic is bf16, for speed.
-- Without --paper: small, one layer, Adam, label smoothing, greedy, so that it learns something in two minutes on a laptop.
+- torch's LSTM, because it is fused; the paper's is Graves', which also has peepholes.
+- The decoder starts from <s>, not <EOS>, and the source ends with </s>: as in the other scripts.
+- --steps counts as the paper's 7.5 epochs. Sentences over 100 words are left out (--max-len), one
+  source length a batch, bf16 on CUDA: for speed. Translations have n + 50 words at most, not told.
+- Without --paper: small, one layer, Adam, label smoothing, greedy, to learn in two minutes.
 """
-import argparse, copy, dataclasses, inspect, io, itertools, json, math, os, re, signal, sys, time, typing, weakref, zlib
+
+import copy
+import dataclasses
+import math
+import os
+import time
+import typing
+import weakref
 from pathlib import Path
-from zipfile import ZipFile
-import numpy as np, torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from tqdm import tqdm
+
 import data
-from data import BOS, EOS, PAD, UNK
+from data import BOS, EOS, PAD
+
 
 @dataclasses.dataclass
 class Config:
-    src_vocab: int = 30000  # source words kept, the most frequent ones (4 special ones counted); the others become <unk>
-    tgt_vocab: int = 30000  # target words kept, likewise
-    emb: int = 192          # size of a word embedding
-    hidden: int = 192       # cells of each LSTM layer
-    layers: int = 1         # LSTM layers, in the encoder and in the decoder
-    reverse: bool = True    # read the source backwards
-    dropout: float = 0.0    # on the input of each LSTM layer and on the last one's output; the paper has none
-    init: float = 0.2       # every weight is drawn between this and its negative
+    # fmt: off
+    # text
+    src_vocab: int = 30000     # source words kept, the most frequent; the others become <unk>
+    tgt_vocab: int = 30000     # target words kept, likewise
+    joint: bool = False        # one vocabulary for both languages, of --src-vocab words
+    min_count: int = 1         # rarer words become <unk>
+    max_len: int = 0           # words in a training sentence at most (0: 30 built-in, 100 your own)
+    # model
+    emb: int = 192             # size of a word embedding
+    hidden: int = 192          # cells of each LSTM layer
+    layers: int = 1            # LSTM layers, in the encoder and in the decoder
+    reverse: bool = True       # read the source backwards
+    dropout: float = 0.0       # on each LSTM layer's input and the softmax's; the paper has none
+    init: float = 0.2          # every weight is drawn between this and its negative
+    # training
     optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd is the paper's
-    lr: float = 0.01        # learning rate
-    warmup: int = 30        # steps until Adam's learning rate is reached; from there it falls to 0
-    clip: float = 5.0       # a gradient of greater norm is scaled down to it
-    smoothing: float = 0.1  # label smoothing; the paper has none
-    per: typing.Literal["token", "sentence"] = "token"  # the gradient is that of the mean loss of a token, or of a sentence
-    tokens: int = 1024      # source and target tokens in a batch of one process, padding counted
-    sentences: int = 1000   # sentences in a batch of one process at most
-    steps: int = 1250       # training steps
-    every: int = 200        # steps between two looks at the validation set
-    max_len: int = 0        # words in a sentence to train on at most (0: 30 in the built-in corpus, 100 in your own text)
-    min_count: int = 1      # rarer words become <unk>
-    joint: bool = False     # one vocabulary for both languages, of --src-vocab words
-    beam: int = 1           # hypotheses kept in decoding; 1 is greedy
-    alpha: float = 0.0      # in decoding log p is divided by the length penalty ((5 + |y|) / 6)^alpha
-    replace_unk: bool = False  # an <unk> in a translation becomes the source word it is aligned with
-    average: int = 1        # the weights used are the mean of those at the last so many looks at the validation set, if above 1
-    seed: int = 1           # of all that is random
+    lr: float = 0.01           # learning rate
+    warmup: int = 30           # steps until Adam's learning rate is reached; then it falls to 0
+    clip: float = 5.0          # a gradient of greater norm is scaled down to it
+    smoothing: float = 0.1     # label smoothing; the paper has none
+    per: typing.Literal["token", "sentence"] = "token"  # whose mean loss the gradient is of
+    tokens: int = 1024         # source and target tokens in a batch, padding counted
+    sentences: int = 1000      # sentences in a batch at most
+    accumulate: int = 1        # pieces a batch is computed in, to save memory
+    steps: int = 1250          # training steps
+    every: int = 200           # steps between two looks at the validation set
+    average: int = 1           # if above 1: keep the mean of the weights at the last so many looks
+    compile: bool = False      # torch.compile what it makes faster, on CUDA
+    seed: int = 1              # of all that is random
+    # decoding
+    beam: int = 1              # hypotheses kept; 1 is greedy
+    alpha: float = 0.0         # log p is divided by the length penalty ((5 + |y|) / 6)^alpha
+    replace_unk: bool = False  # an <unk> becomes the source word it is aligned with
+    # fmt: on
+
+    def __post_init__(self):
+        data.check(self)
 
     @classmethod
     def paper(cls, **overrides):
         """Section 3.4. 7.5 epochs of 12 million pairs, 128 at a time, are 703,125 steps."""
-        return cls(**dict(src_vocab=160000, tgt_vocab=80000, emb=1000, hidden=1000, layers=4, init=0.08, smoothing=0.0,
-                          optimizer="sgd", lr=0.7, per="sentence", sentences=128, tokens=26000, steps=703125,
-                          every=5000, beam=12) | overrides)
+        sizes = dict(src_vocab=160000, tgt_vocab=80000, emb=1000, hidden=1000, layers=4, init=0.08)
+        recipe = dict(optimizer="sgd", lr=0.7, smoothing=0.0, per="sentence", compile=True)
+        batches = dict(sentences=128, tokens=26000, steps=703125, every=5000)
+        return cls(**sizes | recipe | batches | dict(beam=12) | overrides)
+
 
 # x source, y target, v the fixed vector, h and c an LSTM's state.
 # Shapes: B batch, S source length, T target length, E embedding, H hidden, L layers, V vocabulary.
 
-class DeepLSTM(nn.Module):  # with dropout on the input of each layer; torch's own cannot be recorded: a new seed makes it wait
+
+class DeepLSTM(nn.Module):
+    """LSTM layers with dropout on the input of each; torch's own dropout cannot be recorded."""
+
     def __init__(self, size, hidden, layers, dropout):
         super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(hidden if n else size, hidden, batch_first=True) for n in range(layers))
+        sizes = [size] + [hidden] * (layers - 1)
+        self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True) for n in sizes)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x, state=None):                                    # x (B,T,E) or packed  state: h and c, each (L,B,H)
-        last = [state and tuple(part[n:n + 1] for part in state) for n in range(len(self.layers))]
+    def forward(self, x, state=None):  # x (B,T,E) or packed  state: h and c, each (L,B,H)
+        last = []
         for n, layer in enumerate(self.layers):
-            x, last[n] = layer(self.drop(x) if torch.is_tensor(x) else x._replace(data=self.drop(x.data)), last[n])
-        return x, tuple(map(torch.cat, zip(*last)))
+            first = None if state is None else tuple(part[n : n + 1] for part in state)
+            packed = isinstance(x, PackedSequence)
+            x = x._replace(data=self.drop(x.data)) if packed else self.drop(x)
+            x, (h, c) = layer(x, first)
+            last.append((h, c))
+        return x, tuple(torch.cat(part) for part in zip(*last))
+
+
+def pack(x, src):
+    """x (B,S,E) without its padding, so that no LSTM reads it; a recorded step has none."""
+    recording = src.is_cuda and torch.cuda.is_current_stream_capturing()
+    if recording or (src[:, -1] != PAD).all():
+        return x
+    length = (src != PAD).sum(1).cpu()
+    return pack_padded_sequence(x, length, batch_first=True, enforce_sorted=False)
+
+
+def turned(x, src):
+    """x (B,S,..) with each sentence's words the other way around, its padding still behind them."""
+    length = (src != PAD).sum(1, keepdim=True)
+    place = torch.arange(src.size(1), device=src.device)
+    index = ((length - 1 - place) % src.size(1)).unsqueeze(-1)
+    return x.gather(1, index.expand_as(x))
+
 
 class Seq2Seq(nn.Module):
+    """The whole model: a sentence into a vector, and out of it again."""
+
     def __init__(self, cfg):
         super().__init__()
-        self.E_x, self.E_y = (nn.Embedding(n, cfg.emb) for n in (cfg.src_vocab, cfg.tgt_vocab))
-        self.encoder, self.decoder = (DeepLSTM(cfg.emb, cfg.hidden, cfg.layers, cfg.dropout) for _ in range(2))
+        self.cfg = cfg
+        self.E_x = nn.Embedding(cfg.src_vocab, cfg.emb)
+        self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.emb)
+        self.encoder = DeepLSTM(cfg.emb, cfg.hidden, cfg.layers, cfg.dropout)
+        self.decoder = DeepLSTM(cfg.emb, cfg.hidden, cfg.layers, cfg.dropout)
         self.W = nn.Linear(cfg.hidden, cfg.tgt_vocab)
-        self.drop, self.reverse = nn.Dropout(cfg.dropout), cfg.reverse
-        for p in self.parameters(): nn.init.uniform_(p, -cfg.init, cfg.init)      # section 3.4
+        self.drop = nn.Dropout(cfg.dropout)
+        for p in self.parameters():
+            nn.init.uniform_(p, -cfg.init, cfg.init)  # section 3.4
 
-    def encode(self, src, factor=1.0):                                            # factor: on each embedding, for saliency
-        length, place = (src != PAD).sum(1, keepdim=True), torch.arange(src.size(1), device=src.device)
-        turn = ((length - 1 - place) % src.size(1)).unsqueeze(-1)     # turns the words around, padding stays behind them
-        x = self.E_x(src) * factor
-        if self.reverse: x = x.gather(1, turn.expand_as(x))                       # c b a for a b c, section 3.3
-        if not one_length(src):
-            x = nn.utils.rnn.pack_padded_sequence(x, length.squeeze(1).cpu(), batch_first=True, enforce_sorted=False)
-        _, v = self.encoder(x)                                        # the state after each sentence's own last word
-        return v                                                                  # h and c, each (L,B,H)
+    def encode(self, src, factor=1.0):  # factor: on each embedding, for saliency
+        x = self.E_x(src) * factor  # (B,S,E)
+        if self.cfg.reverse:
+            x = turned(x, src)  # c b a for a b c, section 3.3
+        _, v = self.encoder(pack(x, src))
+        return v  # the state after each sentence's own last word: h and c, each (L,B,H)
 
     def start(self, v, room=None):
-        return v                                                  # all that the decoder will ever know of the source
+        return v  # all that the decoder will ever know of the source
 
-    def pick(self, state, rows):
-        return tuple(x[:, rows] for x in state)                   # the states of these hypotheses, for beam
+    def pick(self, state, rows):  # the states of these rows, for beam search
+        return tuple(x[:, rows] for x in state)
 
-    def step(self, y, state, v):                                                  # y (B,)
+    def step(self, y, state, v):  # y (B,)
         h, state = self.decoder(self.E_y(y).unsqueeze(1), state)
         return self.W(self.drop(h.squeeze(1))), state
 
     def forward(self, src, tgt_in, need_alpha=False):
-        h, _ = self.decoder(self.E_y(tgt_in), self.encode(src))                   # (B,T,H), the whole target in one call
-        logits = self.W(self.drop(h))                                             # the softmax of eq. (1)   (B,T,V)
+        h, _ = self.decoder(self.E_y(tgt_in), self.encode(src))  # the whole target in one call
+        logits = self.W(self.drop(h))  # the softmax of eq. (1)   (B,T,V)
         return (logits, self.saliency(src, tgt_in)) if need_alpha else logits
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    @torch.backends.cudnn.flags(enabled=False)  # cuDNN has no gradient in eval mode
     def saliency(self, src, tgt_in):
-        """What each source word has to do with each target word, by gradient. This is not attention."""
-        y = F.pad(tgt_in[:, 1:], (0, 1))                                          # what each step should say:
-        y = y.masked_fill(y == PAD, EOS).unsqueeze(-1)                            # the last one EOS   (B,T,1)
-        with torch.inference_mode(False), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
-            src, tgt_in, y = src.clone(), tgt_in.clone(), y.clone()   # cuDNN has no gradient in eval mode, nor in inference
-            factor = torch.ones_like(src, dtype=self.W.weight.dtype).unsqueeze(-1).requires_grad_()   # (B,S,1)
-            h, _ = self.decoder(self.E_y(tgt_in), self.encode(src, factor))
-            log_p = self.W(self.drop(h)).log_softmax(-1).gather(-1, y)            # (B,T,1)
-            dh, = torch.autograd.grad(log_p.sum(), h, retain_graph=True)          # the softmax once: p(y_i) needs h_i alone
-            grads = [torch.autograd.grad(h[:, i], factor, dh[:, i], retain_graph=True)[0] for i in range(h.size(1))]
-        alpha = torch.stack(grads, 1).squeeze(-1).abs()           # d/d factor_j = x_j . d/d x_j   (B,T,S)
-        alpha = (alpha + torch.finfo(alpha.dtype).tiny).masked_fill((src == PAD).unsqueeze(1), 0)     # no row is all zero
+        """What each source word has to do with each target word, by gradient: not attention."""
+        src, tgt_in = src.clone(), tgt_in.clone()  # may come from inference mode
+        y = F.pad(tgt_in[:, 1:], (0, 1))  # what each step should say,
+        y = y.masked_fill(y == PAD, EOS).unsqueeze(-1)  # the last one EOS   (B,T,1)
+        factor = torch.ones(*src.shape, 1, dtype=self.W.weight.dtype, device=src.device)  # (B,S,1)
+        factor.requires_grad_()
+        h, _ = self.decoder(self.E_y(tgt_in), self.encode(src, factor))
+        log_p = self.W(self.drop(h)).log_softmax(-1).gather(-1, y)  # (B,T,1)
+        (dh,) = torch.autograd.grad(log_p.sum(), h, retain_graph=True)  # p(y_i) needs h_i alone
+        slopes = []
+        for h_i, dh_i in zip(h.unbind(1), dh.unbind(1)):
+            slopes += torch.autograd.grad(h_i, factor, dh_i, retain_graph=True)
+        alpha = torch.stack(slopes, 1).squeeze(-1).abs()  # d/d factor_j = x_j . d/d x_j   (B,T,S)
+        alpha = alpha + torch.finfo(alpha.dtype).tiny  # no row is all zero
+        alpha = alpha.masked_fill((src == PAD).unsqueeze(1), 0)
         return alpha / alpha.sum(-1, keepdim=True)
 
+
 def make_optimizer(model, cfg):
-    return (torch.optim.SGD if cfg.optimizer == "sgd" else torch.optim.Adam)(model.parameters(), lr=cfg.lr)
+    """Plain SGD is the paper's, 3.4."""
+    if cfg.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    return torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
+
 
 def learning_rate(cfg, step):
-    if cfg.optimizer == "adam": return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
-    half_epochs = 15 * (step - 1) // cfg.steps                    # of the 7.5 epochs; after 5, the rate is halved with each
+    """Section 3.4: after 5 of 7.5 epochs SGD's is halved every half epoch; Adam's falls to 0."""
+    if cfg.optimizer == "adam":
+        return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
+    half_epochs = 15 * (step - 1) // cfg.steps
     return cfg.lr * 0.5 ** max(half_epochs - 9, 0)
 
-Model, Parts = Seq2Seq, ()                                     # Parts: what torch.compile fuses, if there are steps enough
+
+Model = Seq2Seq
+Parts = ()  # what --compile compiles: cuDNN has fused it all
 
 # ---- the same in every script from here on ----
 
-def ranks(): return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-def one_length(src):  # is no source padded? While a graph is recorded nobody can look, but only such are: see make_train_step
-    return src.is_cuda and torch.cuda.is_current_stream_capturing() or bool((src[:, -1] != PAD).all())
-def twin(model):  # what computes: on CUDA a model like it in bf16, with weights still to be copied; elsewhere the model itself
-    if not next(model.parameters()).is_cuda: return model
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention makes a plan for every new shape, and takes long over it
-    with torch.inference_mode(False): copied = copy.deepcopy(model).half()  # LSTMs lay out half for cuDNN, but not bf16
-    for p in copied.parameters(): p.data = p.data.view(torch.bfloat16)
-    return copied
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets both
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+COPIES = weakref.WeakKeyDictionary()  # the bf16 copies of models: it takes long to make one
 
-def record(f, inputs, graphs, most, at_once=False):
-    """(g, places): g() is f(*places), and places hold the inputs. On CUDA, when inputs of these shapes come a second time, f is
-    recorded as a graph (at_once: the first time, but for the very first call), and replayed from then on: one launch."""
-    key = tuple(x.shape for x in inputs)
-    if key not in graphs and len(graphs) > most: graphs.popitem()  # the newest makes room: those that come often came first
-    if not inputs[0].is_cuda or key not in graphs and not (at_once and graphs):
-        graphs[key] = None
-        return lambda: f(*inputs), inputs
-    if not graphs.get(key):
-        places, graph, recorded = [x.clone() for x in inputs], torch.cuda.CUDAGraph(), [g for g in graphs.values() if g]
-        pool, stream = (recorded[0][0].pool(), recorded[0][3]) if recorded else (None, torch.cuda.Stream(inputs[0].device))
-        with torch.cuda.stream(stream):  # not torch.cuda.graph, which empties the cache every time: once is enough
-            torch.cuda.synchronize(), recorded or torch.cuda.empty_cache(), graph.capture_begin(pool, "relaxed")
-            try: graphs[key] = graph, places, f(*places), stream
-            finally: graph.capture_end()
-    graph, places, out, _ = graphs[key]
-    for place, x in zip(places, inputs): place.copy_(x)
-    return lambda: graph.replay() or out, places
-def nll(logits, y, eps=0.0):  # negative log-likelihood of y (B,T), summed, label-smoothed by eps, 0 for padding
-    z, y, V = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1), y.flatten(), logits.size(-1)
-    if not torch.compiler.is_compiling(): return F.cross_entropy(z, y, ignore_index=PAD, reduction="sum", label_smoothing=eps)
-    q = (torch.arange(V, device=y.device) == y.unsqueeze(1)).to(z) * (1 - eps) + eps / V  # the same, but the compiler fuses it
-    return ((z.logsumexp(-1) - (q * z).sum(-1)) * (y != PAD)).sum()
+
+@torch.no_grad()
+def in_bf16(model):
+    """The network that computes: on CUDA the model's copy, brought up to date, else the model."""
+    if not next(model.parameters()).is_cuda:
+        return model
+    if model not in COPIES:
+        with torch.inference_mode(False):
+            net = copy.deepcopy(model).half()  # lays LSTM weights out for cuDNN; bf16 would not
+        for p in net.parameters():
+            p.data = p.data.view(torch.bfloat16)
+        COPIES[model] = net
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, and long, for every shape
+    torch._foreach_copy_(list(COPIES[model].parameters()), list(model.parameters()))
+    return COPIES[model]
+
+
+def graphed(function, at_once=False):
+    """The function, recorded when its inputs' shapes come again, and replayed from then on."""
+    graphs = {}  # by shape: a CUDA graph, the inputs it reads and the output it writes
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def call(*inputs):
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in graphs and not at_once:
+            graphs[shapes] = None  # the first time is the warm-up
+            return function(*inputs)
+        if graphs.get(shapes) is None:
+            graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):  # torch.cuda.graph would empty the cache each time
+                graph.capture_begin(pool, "relaxed")  # libraries may be loading their kernels
+                output = function(*buffers)
+                graph.capture_end()
+            graphs[shapes] = graph, buffers, output
+        graph, buffers, output = graphs[shapes]
+        for buffer, x in zip(buffers, inputs):
+            buffer.copy_(x)
+        graph.replay()  # one launch instead of thousands
+        return output
+
+    return call
+
+
+def summed_loss(logits, y, smoothing=0.0):
+    """Negative log-likelihood of y (B,T), summed over all words but padding."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
+    how = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+    return F.cross_entropy(z, y.flatten(), **how)
+
 
 def make_train_step(model, cfg, optimizer=None):
-    """step(src, tgt) -> loss per target token: forward, backward, clip, update; on CUDA in bf16, weights in float32."""
-    optimizer, (_, world), device = optimizer or make_optimizer(model, cfg), ranks(), next(model.parameters()).device
-    cuda, graphs, inner, loss_fn = device.type == "cuda", {}, twin(model), nll
-    weights, copies = list(model.parameters()), list(inner.parameters())
-    if cuda and cfg.steps >= 50000:  # that many win back the minute that compiling takes
-        torch._dynamo.config.suppress_errors, loss_fn, tune = True, torch.compile(nll), torch._inductor.config.triton
-        if hasattr(tune, "mix_order_reduction"): tune.mix_order_reduction = False  # torch 2.11: a slower gradient of LayerNorm
-        for part in inner.modules(): isinstance(part, Parts) and part.compile()
-    net = nn.parallel.DistributedDataParallel(inner) if world > 1 else inner
-    for p in weights: p.grad = torch.zeros_like(p) if cuda else None
-    for g in optimizer.param_groups: g.update(lr=torch.zeros((), device=device) if cuda else 0.0, capturable=cuda, fused=cuda)
-    def update(src, tgt):
-        with torch.no_grad(): cuda and torch._foreach_copy_(copies, weights)
-        count, logits = torch.stack([(tgt[:, 1:] != PAD).sum(), (tgt[:, 0] != PAD).sum()]), net(src, tgt[:, :-1])
-        if world > 1: dist.all_reduce(count)  # a token weighs the same on whichever process it is
-        scale = world / count[0 if cfg.per == "token" else 1]  # times world: DistributedDataParallel takes the processes' mean
-        ((loss := loss_fn(logits, tgt[:, 1:], cfg.smoothing)) * scale).backward()
-        if cuda: torch._foreach_copy_([p.grad for p in weights], [p.grad for p in copies])
-        if cfg.clip < math.inf: nn.utils.clip_grad_norm_(weights, cfg.clip)
-        optimizer.step(), inner.zero_grad()
-        if world > 1: dist.all_reduce(loss := loss.detach())
-        return loss.detach() / count[0]
+    """step(src, tgt) -> loss per target word: forward, backward, clip, update; on CUDA in bf16."""
+    optimizer = optimizer or make_optimizer(model, cfg)
+    net = in_bf16(model)
+    device = next(model.parameters()).device
+    criterion = compile_parts(net) if cfg.compile and net is not model else summed_loss
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def backward(src, tgt, scale):
+        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
+        loss.backward()
+        if net is not model:
+            for p, q in zip(model.parameters(), net.parameters()):
+                p.grad.add_(q.grad)
+            net.zero_grad()
+        return loss.detach()
+
+    replayed = graphed(backward) if device.type == "cuda" else backward
+
     def step(src, tgt):
-        inner.training or inner.train()
-        for group in optimizer.param_groups:
-            group["step"] = n = group.get("step", 0) + 1  # the optimizer keeps the count
-            group["lr"] = group["lr"].fill_(learning_rate(cfg, n)) if cuda else learning_rate(cfg, n)
-        again = graphs if world == 1 and one_length(src) else {}
-        src, tgt = ((x.pin_memory() if cuda and not x.is_cuda else x).to(device, non_blocking=cuda) for x in (src, tgt))
-        return record(update, (src, tgt), again, most=500, at_once=loss_fn is nll)[0]().clone()  # nothing compiles meanwhile
+        net.train()
+        words = (tgt[:, 1:] != PAD).sum()
+        count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()
+        compute = replayed if (src[:, -1] != PAD).all() else backward  # no graph packs sources
+        loss = torch.zeros((), device=device)
+        ways = WORLD_SIZE * cfg.accumulate  # the pieces of a batch, one or more a process
+        for k in range(RANK, min(ways, len(src)), WORLD_SIZE):
+            loss += compute(*(x.to(device) for x in (src[k::ways], tgt[k::ways], 1 / count)))
+        update(model, cfg, optimizer)
+        if WORLD_SIZE > 1:
+            dist.all_reduce(loss)
+        return loss * (count / words).to(device)
+
     return step
-def beam(model, src, max_len, K, alpha=0.0, kept=weakref.WeakKeyDictionary()):
-    """The best of K hypotheses a sentence by log p / ((5 + |y|) / 6)^alpha, Wu et al. 2016: (B,T'), EOS kept, PAD after it.
-    One that has ended keeps its score and its place. max_len, one for all or one each, counts EOS."""
-    net, graphs = src.is_cuda and kept.get(model) or (twin(model).eval(), {})
-    if net is not model: kept[model] = net, graphs
-    def step(out, y, t, left, score, alpha, *rest):  # all of them changed in place
-        (logits, state), ended = net.step(y, rest[n:], rest[:n]), (left <= 0).unsqueeze(1)                   # (BK,V), (BK,1)
-        if K == 1: y.copy_(logits.argmax(-1).masked_fill_(left <= 0, PAD))  # greedy: the likeliest word
-        else:
-            (log_p := logits.log_softmax(-1, score.dtype))[:, PAD].fill_(-torch.inf)
-            gain, words = log_p.topk(min(K, log_p.size(1)))  # no more of a hypothesis can be among the best     (BK,K) each
-            gain.masked_fill_(ended, -torch.inf)[:, :1].masked_fill_(ended, 0)  # after the end nothing follows, at no cost
-            total, length = score.view(-1, 1) + gain, ((out != PAD).sum(1, True) + ~ended).to(score.dtype)
-            best = (total / ((5 + length) / 6) ** alpha).view(len(score), -1).topk(K)[1]                     # (B,K) of K K
-            best += total.numel() // len(score) * torch.arange(len(score), device=y.device).unsqueeze(1)     # of all in total
-            score.copy_(total.flatten()[best]), y.copy_(words.masked_fill_(ended, PAD).flatten()[best.flatten()])
-            state, *_ = net.pick(state, rows := best.flatten() // gain.size(1)), out.copy_(out[rows]), left.copy_(left[rows])
-        out.scatter_(1, t.expand(len(y), 1), y.unsqueeze(1)), t.add_(1), left.sub_(1).masked_fill_((y == EOS) | (y == PAD), 0)
-        for old, new in zip(rest[n:], state): old.copy_(new)
-    with torch.inference_mode():
-        if net is not model: torch._foreach_copy_(list(net.parameters()), list(model.parameters()))
-        left = torch.as_tensor(max_len).to(src).expand(len(src)).repeat_interleave(K)
-        memory, longest, zero = net.encode(src.repeat_interleave(K, 0)), int(left.max()), src.new_zeros(1)
-        n, exact = len(memory), torch.promote_types(next(net.parameters()).dtype, torch.float)
-        score = torch.tensor([[0.0] + [-math.inf] * (K - 1)] * len(src), dtype=exact, device=src.device)     # one begins
-        places = (src.new_full((len(left), room := longest + -longest % 8), PAD), torch.full_like(left, BOS), zero, left, score)
-        places += (score.new_tensor(alpha), *memory, *net.start(memory, room))  # room: in eights, so that shapes come again
-        for t in range(longest):
-            if (t % 8 == 0 or not src.is_cuda) and (places[3] <= 0).all(): break  # rarely: to look is to wait for the GPU
-            if t < 2: go, places = record(step, places, graphs, most=1)
-            go()
-    return (out := places[0][::K])[:, :max(int((out != PAD).sum(1).max()), min(longest, 1))].clone()  # each first one
-def greedy(model, src, max_len): return beam(model, src, max_len, 1)
+
+
+def compile_parts(net):
+    """Has torch.compile fuse the network's Parts; returns the loss, fused likewise."""
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # torch 2.11: with it
+        torch._inductor.config.triton.mix_order_reduction = False  # LayerNorm's gradient is slow
+    for part in net.modules():
+        if isinstance(part, Parts):
+            part.compile()
+    return torch.compile(summed_loss)
+
+
+def update(model, cfg, optimizer):
+    """Moves the weights by their gradients, and those of the copy with them."""
+    if WORLD_SIZE > 1:
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+    for group in optimizer.param_groups:
+        group["step"] = group.get("step", 0) + 1  # kept there, so that checkpoints hold it
+        group["lr"] = learning_rate(cfg, group["step"])
+    nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    in_bf16(model)
+
+
+@torch.inference_mode()
+def greedy(model, src, max_len, choose=None):
+    """The likeliest word, again and again: (B,T'), EOS kept, PAD after it; max_len counts EOS."""
+    net = in_bf16(model).eval()
+    limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one for all, or each
+    memory = net.encode(src)
+    state = [x.clone() for x in net.start(memory, int(limit.max()))]
+    out = src.new_full((len(src), int(limit.max())), PAD)
+    y = torch.full_like(src[:, 0], BOS)
+    ended = limit <= 0
+    t = torch.zeros_like(src[0, :1])
+
+    def advance():  # in place, so that a graph can do it again
+        logits, new_state = net.step(y, state, memory)
+        if choose is None:
+            words = logits.argmax(-1).masked_fill(ended, PAD)
+        else:  # beam search: which hypotheses go on, and how
+            words, rows = choose(logits, out, ended)
+            new_state = net.pick(new_state, rows)
+            out.copy_(out[rows])
+        y.copy_(words)
+        out.index_copy_(1, t, y.unsqueeze(1))
+        t.add_(1)
+        ended.copy_((y == EOS) | (y == PAD) | (t >= limit))
+        for old, new in zip(state, new_state):
+            old.copy_(new)
+
+    if src.is_cuda:
+        advance = graphed(advance, at_once=True)
+    for i in range(out.size(1)):
+        if i % 8 == 0 and ended.all():  # seldom: to look is to wait for the GPU
+            break
+        advance()
+    return out[:, : int((out != PAD).sum(1).max())]
+
+
+def beam(model, src, max_len, K, penalty=0.0):
+    """The best of K hypotheses a sentence by log p / ((5 + |y|) / 6)^penalty, Wu et al. 2016."""
+    if K == 1:
+        return greedy(model, src, max_len)
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float)
+    score = torch.full((len(src), K), -torch.inf, dtype=dtype, device=src.device)
+    score[:, 0] = 0  # at first a sentence's hypotheses are the same: one begins
+    first = torch.arange(len(src), device=src.device).unsqueeze(1) * K  # rows of out and logits
+
+    def choose(logits, out, ended):
+        log_p = logits.log_softmax(-1, dtype)  # (BK,V)
+        log_p[:, PAD] = logits[:, PAD] = -torch.inf
+        words = logits.topk(min(K, logits.size(1))).indices  # no more can be among the best
+        gain = log_p.gather(1, words)  # (BK,K)
+        gain.masked_fill_(ended.unsqueeze(1), -torch.inf)
+        gain[:, 0].masked_fill_(ended, 0)  # an ended one goes on in one way alone, at no cost
+        words.masked_fill_(ended.unsqueeze(1), PAD)
+        total = score.view(-1, 1) + gain
+        length = ((out != PAD).sum(1) + ~ended).to(dtype).unsqueeze(1)
+        rank = total / ((5 + length) / 6) ** penalty
+        best = rank.view(len(src), -1).topk(K).indices + first * gain.size(1)  # (B,K) of K K
+        score.copy_(total.flatten()[best])
+        return words.flatten()[best.flatten()], best.flatten() // gain.size(1)
+
+    limit = torch.as_tensor(max_len, device=src.device).expand(len(src)).repeat_interleave(K)
+    return greedy(model, src.repeat_interleave(K, 0), limit, choose)[::K]
+
 
 @torch.no_grad()
-def align(model, src, tgt): return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]  # alpha (B,T,S) of a given target
-def each(use, model, pairs, vocabularies, tokens=4096):  # use(src, tgt) of all pairs, like lengths in a batch; results in order
-    bitext, device, out = data.Bitext(pairs, vocabularies), next(model.parameters()).device, [None for _ in pairs]
-    for rows in bitext.cut(tokens):
-        for row, result in zip(rows, use(*(torch.from_numpy(x).to(device) for x in bitext.batch(rows)))): out[row] = result
-    return out
-def translate(model, sentences, vocabularies, cfg=Config()):
-    search = lambda src, _: beam(model, src, (2 * (n := (src != PAD).sum(1)) + 8) * (n > 1), cfg.beam, cfg.alpha).tolist()
-    found = each(search, model, [(words, []) for words in sentences], vocabularies, max(4096 // cfg.beam, 1))  # n counts EOS
-    found = [[vocabularies[1].words[i] for i in ids if i not in (PAD, EOS)] for ids in found]
-    if not cfg.replace_unk: return found
-    alphas = alignments(model, pairs := list(zip(sentences, found)), vocabularies)
-    return [[x[a[:-1].argmax()] if w == "<unk>" else w for a, w in zip(alpha, y)] for alpha, (x, y) in zip(alphas, pairs)]
-def alignments(model, pairs, vocabularies):  # alpha of each pair, target words and EOS by source words and EOS
-    found = each(lambda src, tgt: align(model, src, tgt).float().cpu().numpy(), model, pairs, vocabularies)
-    return [alpha[:len(target) + 1, :len(source) + 1] for alpha, (source, target, *_) in zip(found, pairs)]
+def align(model, src, tgt):
+    """alpha (B,T,S) of a given target, in one forced pass."""
+    _, alpha = model.eval()(src, tgt[:, :-1], need_alpha=True)
+    return alpha
+
+
+def batches_of(pairs, vocabularies, model, tokens=4096):
+    """(rows, src, tgt) of all pairs, like lengths together, on the model's device."""
+    bitext = data.Bitext(pairs, vocabularies)
+    device = next(model.parameters()).device
+    for rows in bitext.in_order(tokens):
+        src, tgt = (torch.from_numpy(x).to(device) for x in bitext.batch(rows))
+        yield rows, src, tgt
+
+
+def translate(model, sentences, vocabularies):
+    """The words of each sentence's translation, found as model.cfg says: greedy or beam."""
+    cfg = model.cfg
+    pairs = [(source, []) for source in data.sentences_of(sentences)]
+    for rows, src, _ in batches_of(pairs, vocabularies, model, max(4096 // cfg.beam, 1)):
+        limit = ((src != PAD).sum(1) + 50).masked_fill(src[:, 0] == EOS, 0)  # nothing for nothing
+        for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
+            pairs[row][1][:] = vocabularies[1].decode(numbers)
+    if cfg.replace_unk:
+        return data.replace_unknown(pairs, alignments(model, pairs, vocabularies))
+    return [words for _, words in pairs]
+
+
+def alignments(model, pairs, vocabularies):
+    """alpha of each pair: a row a target word, a column a source word, the end marks last."""
+    pairs = [data.sentences_of(pair[:2]) for pair in pairs]
+    found = [None] * len(pairs)
+    for rows, src, tgt in batches_of(pairs, vocabularies, model):
+        for row, alpha in zip(rows, align(model, src, tgt).float().cpu().numpy()):
+            source, target = pairs[row]
+            found[row] = alpha[: len(target) + 1, : len(source) + 1]
+    return found
+
+
 @torch.no_grad()
-def loss_of(model, pairs, vocabularies):  # per target token, EOS counted
-    loss = lambda src, tgt: map(nll, model.eval()(src, tgt[:, :-1]).unsqueeze(1), tgt[:, None, 1:])
-    return float(sum(each(loss, model, pairs, vocabularies))) / sum(len(p[1]) + 1 for p in pairs)
-def evaluate(model, pairs, vocabularies, cfg=Config()):  # translations against the references, alignments against gold, if any
-    hypotheses, buckets = translate(model, [p[0] for p in pairs], vocabularies, cfg), {}
-    for (source, target, *_), hypothesis in zip(pairs, hypotheses):
-        buckets.setdefault(max(len(source) - 1, 0) // 10, []).append((hypothesis, target))
-    loss, gold = loss_of(model, pairs, vocabularies), [p[2] for p in pairs if len(p) > 2]
-    return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bleu": data.bleu(hypotheses, [p[1] for p in pairs]),
-            "aer": data.aer([data.links(alpha) for alpha in alignments(model, pairs, vocabularies)], gold) if gold else None,
-            "bleu_by_length": {f"{10 * k + 1}-{10 * k + 10}": data.bleu(*zip(*v)) for k, v in sorted(buckets.items())}}
+def loss_of(model, pairs, vocabularies):
+    """Loss per target word, end marks counted."""
+    net = in_bf16(model).eval()
+    total = 0.0
+    for _, src, tgt in batches_of(pairs, vocabularies, model):
+        total += summed_loss(net(src, tgt[:, :-1]), tgt[:, 1:]).item()
+    return total / sum(len(data.words_of(pair[1])) + 1 for pair in pairs)
 
-def dump(path, pairs, alphas):  # .npz: the soft weights; .txt: Pharaoh links, a line a pair; .svg: the first pair as a picture
-    sides = {side: [" ".join(pair[k]) for pair in pairs] for k, side in enumerate(("source", "target"))}
-    np.savez_compressed(soft := io.BytesIO(), **sides, **{f"alpha_{k}": alpha for k, alpha in enumerate(alphas)})
-    save(f"{path}.npz", soft.getvalue())
-    save(f"{path}.txt", "".join(data.pharaoh(alpha) + "\n" for alpha in alphas).encode())
-    save(f"{path}.svg", data.svg(*pairs[0][:2], alphas[0]).encode())
-def save(path, content):  # whole or not at all: beside the old file, then in its place; of several processes the first one does
-    part = Path(f"{path}.tmp")
-    if ranks()[0]: return
-    try:
-        with open(part, "wb") as file: file.write(content), file.flush(), os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error: raise data.InputError(f"{path}: not written, {error.strerror}; what was there is whole") from None
-    finally: part.unlink(missing_ok=True)
-def note(out, log): save(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
-def load(path, device, flags={}, keys=("model",)):  # (checkpoint, vocabularies); a few flags may be new, the others are the run
-    if not path.exists(): raise data.InputError(f"{path}: no such file; train first, or name the run's folder with --out")
-    try:
-        with ZipFile(path) as parts: fault = parts.testzip()  # torch.load would not notice a changed byte
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-        script, config, words = (checkpoint[key] for key in ("script", "config", "words"))
-        if script == Path(__file__).stem: Config(**config), [checkpoint[key] for key in keys]
-    except Exception as error: fault = type(error).__name__
-    if fault: raise data.InputError(f"{path}: not a sound checkpoint ({fault}); copy it again, or train again")
-    if script != Path(__file__).stem: raise data.InputError(f"{path}: made by {script}.py; use that")
-    for name in flags.keys() - {"src_vocab", "tgt_vocab"}:
-        if name in "steps every lr warmup clip align_layer beam alpha replace_unk average".split(): config[name] = flags[name]
-        if flags[name] != config[name]: fail(f"--{name}: {config[name]} in this run; leave it out".replace("_", "-"))
-    return checkpoint, [data.Vocabulary(side) for side in words]
 
-def restore(out, device, flags={}):  # (model, its Config, vocabularies): the best one, or the mean of the last --average ones
-    checkpoint, vocabularies = load(out / "model.pt", device, flags)
-    model = Model(cfg := Config(**checkpoint["config"])).to(device)
-    last = sorted(out.glob("step-*.pt"))[-cfg.average:] if cfg.average > 1 else [out / "model.pt"]
-    if not last: raise data.InputError(f"{out}: holds no checkpoints to average; train with --average {cfg.average}")
-    weights = [load(path, device)[0]["model"] for path in last]
-    model.load_state_dict({name: sum(w[name] for w in weights) / len(weights) for name in weights[0]})
-    return model, cfg, vocabularies
-def fit(model, cfg, corpus, valid, vocabularies, out, resume=None):
-    """Trains for cfg.steps. out/model.pt is the model that scored best on valid, out/last.pt all it takes to go on exactly."""
-    (rank, world), device, optimizer, noted = ranks(), next(model.parameters()).device, make_optimizer(model, cfg), []
-    now = resume["now"] if resume else {"step": 0, "epoch": 0, "batch": 0, "tokens": 0, "seconds": 0.0, "log": []}
-    text = [world, zlib.crc32(repr([pair[:2] for pair in valid]).encode()), *map(zlib.crc32, corpus.tokens)]  # to know it again
-    if resume and resume["text"] != text: raise data.InputError(f"{out}: had another text or number of processes; give that")
-    if resume: model.load_state_dict(resume["model"]), optimizer.load_state_dict(resume["optimizer"])
-    def keep(name):
-        content = {"script": Path(__file__).stem, "config": vars(cfg), "words": [v.words for v in vocabularies]}
-        if name == "last.pt": content |= {"optimizer": optimizer.state_dict(), "now": now, "text": text}
-        torch.save(content | {"model": model.state_dict()}, memory := io.BytesIO())  # torch.save crashes when the disk is full
-        save(out / name, memory.getbuffer())
-    if not resume: keep("last.pt")
-    before = {n: signal.signal(n, lambda n, _: noted.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
-    train_step, clock, told, late = make_train_step(model, cfg, optimizer), time.perf_counter(), False, []
-    even, score = device.type == "cuda" and world == 1, math.nan  # even: shapes come again, see record
-    with tqdm(total=cfg.steps, initial=now["step"], unit="step", disable=True if rank else None) as bar:
-        while now["step"] < cfg.steps and not told:
-            for src, tgt in corpus.epoch(cfg.tokens, cfg.sentences, cfg.seed, now["epoch"], now["batch"], rank, world, even):
-                torch.manual_seed(hash((cfg.seed, rank, now["step"])))  # so that no random state need be saved
-                loss = train_step(torch.from_numpy(src), torch.from_numpy(tgt))
-                count = torch.tensor([(src[tgt[:, 0] != PAD] != PAD).sum() + (tgt[:, 1:] != PAD).sum(), len(noted)])
-                if world > 1: dist.all_reduce(count)
-                now.update(step=(step := now["step"] + 1), batch=now["batch"] + 1, tokens=now["tokens"] + int(count[0]))
-                rate, told, look = learning_rate(cfg, step), bool(count[1]), step == cfg.steps or step % cfg.every == 0
-                at = f"step {step}, epoch {now['epoch']}, batch {now['batch']}, learning rate {rate:.2g}"
-                late += [(at, loss)] + [(at, loss_of(model, valid, vocabularies)) for _ in range(look or told)]
-                for _ in range(len(late) * (look or told or len(late) > 20 * even)):  # seldom: reading waits for the GPU
-                    at, score = late.pop(0)
-                    if not math.isfinite(score): raise data.InputError(f"{at}: the loss is {score:f}; --resume with lower --lr")
-                now["seconds"], clock = now["seconds"] + time.perf_counter() - clock, time.perf_counter()
-                bar.set_postfix(loss=f"{score:.3f}", refresh=False), bar.update()
-                if look and all(score < line["valid_loss"] for line in now["log"]): keep("model.pt")
-                if look and cfg.average > 1: keep(f"step-{step:09}.pt")
-                for old in sorted(out.glob("step-*.pt"))[:-cfg.average] * (look and cfg.average > 1): old.unlink(True)
-                if look: now["log"].append(dict(step=step, loss=float(loss), valid_loss=score, lr=rate, seconds=now["seconds"]))
-                if look or told: keep("last.pt"), note(out, now["log"])
-                if told or step == cfg.steps: break
-            else: now.update(epoch=now["epoch"] + 1, batch=0)
-    for number, handler in before.items(): signal.signal(number, handler)
-    if noted or told: raise KeyboardInterrupt(f"stopped at step {now['step']}; repeat the command with --resume --out {out}")
-    return now
+def evaluate(model, pairs, vocabularies):
+    """Loss, perplexity, BLEU and, where there is gold, alignment error on a test set."""
+    loss = loss_of(model, pairs, vocabularies)
+    hypotheses = translate(model, [pair[0] for pair in pairs], vocabularies)
+    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None
+    return dict(loss=loss, ppl=math.exp(min(loss, 700))) | data.scores(pairs, hypotheses, alphas)
+
+
+def read_checkpoint(path, device):
+    """What save wrote; nothing in it is run."""
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True)
+        if saved["script"] == Path(__file__).stem:
+            return saved
+        fault = f"made by {saved['script']}.py"
+    except Exception as error:  # a torn file fails in any way it likes
+        fault = type(error).__name__
+    raise data.InputError(f"{path}: not a sound checkpoint ({fault}); train first, or see --out")
+
+
+def load(path, device="cpu", **flags):
+    """(model, vocabularies) of a run's folder or of one checkpoint; flags change its Config."""
+    path = Path(path)
+    saved = read_checkpoint(path / "model.pt" if path.is_dir() else path, device)
+    model = Model(Config(**data.changed(saved["config"], flags))).to(device)
+    model.load_state_dict(saved["model"])
+    return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
+
+
+def fit(model, corpus, out, saved=None):
+    """Trains to the last step: out/model.pt is the best on valid, out/last.pt for --resume."""
+    cfg = model.cfg
+    optimizer = make_optimizer(model, cfg)
+    first, log, recent = 0, [], []
+    if saved:
+        model.load_state_dict(saved["recent"][-1])
+        optimizer.load_state_dict(saved["optimizer"])
+        first, log, recent = saved["step"], saved["log"], saved["recent"]
+    train_step = make_train_step(model, cfg, optimizer)
+    begin = time.perf_counter() - (log[-1]["seconds"] if log else 0)
+    about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
+
+    def save(name, **content):
+        if RANK == 0:
+            data.write(out / name, about | content, torch.save)
+
+    batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, first)
+    steps = range(first + 1, cfg.steps + 1)
+    bar = tqdm(steps, initial=first, total=cfg.steps, disable=True if RANK else None)
+    for step, batch in zip(bar, batches):
+        torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that no random state need be saved
+        loss = train_step(*(torch.from_numpy(x) for x in batch))
+        if step % cfg.every and step < cfg.steps:
+            continue
+        valid_loss = loss_of(model, corpus.valid, corpus.vocabularies)
+        best = all(valid_loss < line["valid_loss"] for line in log)
+        seconds = time.perf_counter() - begin
+        log.append(dict(step=step, loss=loss.item(), valid_loss=valid_loss, seconds=seconds))
+        data.show(bar, log[-1])
+        recent = [*recent, copy.deepcopy(model.state_dict())][-cfg.average :]
+        if best or cfg.average > 1 or not (out / "model.pt").exists():
+            save("model.pt", model=data.mean(recent))
+        save("last.pt", step=step, log=log, recent=recent, optimizer=optimizer.state_dict())
+        data.write_log(out, log)
+    return log
+
+
 def train(args, device):
-    begin, out, resume, new = time.perf_counter(), folder(args), None, not folder(args).exists()
-    if args.resume: resume, vocabularies = load(out / "last.pt", device, args.config, ("model", "optimizer", "now", "text"))
-    elif ranks()[0] == 0 and (out.is_file() or any(out.glob("*.pt")) or (out / "log.jsonl").exists()):
-        raise data.InputError(f"{out}: is a file or holds a run already; add --resume, or name another --out")
-    if bool(args.train) != bool(args.valid): raise data.InputError("--train SRC TGT and --valid SRC TGT go together; give both")
-    cfg = Config(**resume["config"] if resume else args.config)
-    if args.train:
-        pairs, valid = data.read_pairs(*args.train), list(data.read_pairs(*args.valid))
-        if not valid: raise data.InputError(f"{args.valid[0]}: is empty; give at least one pair")
-        test, example = valid, valid[0][0]  # your own text is scored on what the best model was chosen by
-    else:
-        sizes, example = {"train": 50000, "valid": 500, "test": 1000}, data.EXAMPLE.split()
-        pairs, valid, test = (data.toy(n, max_len=cfg.max_len or 30, split=split) for split, n in sizes.items())
-    limit = (cfg.max_len or 100) if args.train else None  # the built-in corpus keeps to it by itself
-    if resume: corpus = data.Bitext(pairs, vocabularies, limit)
-    else: corpus, vocabularies = data.learn(pairs, (cfg.src_vocab, cfg.tgt_vocab), cfg.min_count, cfg.joint, limit)
-    cfg.src_vocab, cfg.tgt_vocab = (len(v.words) for v in vocabularies)
-    if not len(corpus): raise data.InputError(f"{args.train[0]}: no pair of 1 to {limit} words a side; see --max-len")
-    unknown = max(float((x == UNK).sum() / (x > EOS).sum()) for x in corpus.tokens)
-    if unknown > 0.2: warn(f"{unknown:.0%} of the words on one side become <unk>; see --src-vocab, --tgt-vocab and --min-count")
+    """Trains a new run, or goes on with one, and reports on it."""
+    begin = time.perf_counter()
+    cfg = Config(**args.config)
+    saved = None
+    if args.resume and (args.out / "last.pt").exists():  # else it had not come to a first look
+        saved = read_checkpoint(args.out / "last.pt", device)
+        cfg = Config(**data.changed(saved["config"], args.config))
+    files = (args.train, args.valid) if args.train or not saved else saved["files"]
+    corpus = data.Corpus(cfg, *files, saved["words"] if saved else None)
     torch.manual_seed(cfg.seed)
-    model = Model(cfg).to(device)
-    print(f"{len(corpus):,} pairs, {corpus.skipped:,} left out; {cfg.src_vocab:,} and {cfg.tgt_vocab:,} words; "
-          f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
-    if ranks()[0] == 0: out.mkdir(parents=True, exist_ok=not new)  # two runs cannot both make it
-    now = fit(model, cfg, corpus, valid, vocabularies, out, resume)
-    if ranks()[0] == 0: report(cfg, test, example, device, out, now, begin)
-def report(cfg, test, example, device, out, now, begin):
-    (model, _, vocabularies), sources = restore(out, device, vars(cfg)), [example] + [p[0] for p in test[:99]]
-    scores = evaluate(model, test, vocabularies, cfg)
-    alphas = alignments(model, pairs := list(zip(sources, translate(model, sources, vocabularies, cfg))), vocabularies)
-    dump(out / "align", pairs, alphas)
-    seconds, speed, memory = time.perf_counter() - begin, now["tokens"] / now["seconds"], peak_memory(device)
-    final = dict(final=True, **scores, seconds=seconds, tokens_per_second=speed, peak_memory_gib=memory, seed=cfg.seed)
-    note(out, now["log"] + [final])
-    print(f"\n{' '.join(pairs[0][0])}\n{' '.join(pairs[0][1])}\n\n{data.heatmap(*pairs[0], alphas[0])}\n")
-    print(f"{len(test):,} sentences: loss {scores['loss']:.4f}, perplexity {scores['ppl']:.3f}, BLEU {scores['bleu']:.2f}"
-          + (f", AER {scores['aer']:.3f}" if scores["aer"] is not None else ""))
-    print("BLEU by source length:", ", ".join(f"{k}: {v:.1f}" for k, v in scores["bleu_by_length"].items()))
-    print(f"{speed:,.0f} tokens/s, {memory:.2f} GiB at most, {seconds:.0f} s in all; everything is in {out}/", flush=True)
-def peak_memory(device):
-    if device.type == "cuda": return torch.cuda.max_memory_reserved(device) / 2**30
-    try: return __import__("resource").getrusage(0).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
-    except ImportError: return 0.0  # Windows does not tell
-def answer(args, device):  # --translate or --align: a line for each line, whatever it is, a thousand at a time
-    model, cfg, vocabularies = restore(folder(args), device, args.config)
-    lines = enumerate(data.read_pairs(*args.align) if args.align else zip(data.read(0), itertools.repeat([])), 1)
-    while chunk := dict(itertools.islice(lines, 1000)):
-        for number in [number for number, pair in chunk.items() if max(map(len, pair)) > 1000]:
-            chunk[number] = [], warn(f"line {number}: more than 1,000 words; left empty") or []
-        if args.align: said = map(data.pharaoh, alignments(model, list(chunk.values()), vocabularies))
-        else: said = map(" ".join, translate(model, [source for source, _ in chunk.values()], vocabularies, cfg))
-        print(*said, sep="\n", flush=True)
+    model = Model(dataclasses.replace(cfg, **corpus.sizes)).to(device)
+    if RANK == 0:
+        data.claim(args.out, args.resume)
+        print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
+    log = fit(model, corpus, args.out, saved)
+    if RANK == 0:
+        model, vocabularies = load(args.out, device, **args.config)
+        result = evaluate(model, corpus.test, vocabularies)
+        sources = [corpus.example] + [pair[0] for pair in corpus.test[:99]]
+        pairs = list(zip(sources, translate(model, sources, vocabularies)))
+        alphas = alignments(model, pairs, vocabularies)
+        result |= dict(seconds=time.perf_counter() - begin, seed=cfg.seed)
+        result |= dict(gpu_memory_gib=torch.cuda.max_memory_reserved() / 2**30)
+        data.report(args.out, log, corpus, result, pairs, alphas)
 
-def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.error, parser.formatter_class = lambda message: fail(f"{message}; see --help"), argparse.RawDescriptionHelpFormatter
-    flag, mode, pair = parser.add_argument, parser.add_mutually_exclusive_group(), dict(nargs=2, metavar=("SRC", "TGT"))
-    devices = ["cpu"] + ["mps"] * torch.backends.mps.is_available() + ["cuda"] * torch.cuda.is_available()
-    mode.add_argument("--train", **pair, help="text to learn from, aligned line by line, or .gz (default: the built-in corpus)")
-    mode.add_argument("--translate", action="store_true", help="translate stdin to stdout, line for line")
-    mode.add_argument("--align", **pair, help="write the alignment of two files to stdout, as Pharaoh pairs i-j")
-    flag("--valid", **pair, help="text to choose the best model by, and to score it on")
-    flag("--out", type=Path, help="the run's folder (default: runs/ and the script's name, then -2, -3, ...; to use, the last)")
-    flag("--resume", action="store_true", help="go on with the run in --out; its --train and --valid must be given again")
-    flag("--paper", action="store_true", help="the paper's sizes and recipe")
-    flag("--device", choices=devices, default=devices[-1], help="cpu, cuda or mps (default: the best there is)")
-    comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))
-    for name, field in Config.__dataclass_fields__.items():
-        kind = {bool: dict(action=argparse.BooleanOptionalAction)}.get(field.type, dict(type=field.type))
-        if typing.get_args(field.type): kind = dict(choices=typing.get_args(field.type))
-        paper = getattr(Config.paper(), name)
-        text = f"{comments[name]} (default: {field.default}" + f", --paper: {paper}" * (paper != field.default) + ")"
-        flag("--" + name.replace("_", "-"), default=None, help=text.replace("%", "%%"), **kind)
-    args = parser.parse_args(argv)
-    args.config = {name: value for name, value in vars(args).items() if name in comments and value is not None}
-    lows = dict(src_vocab=5, tgt_vocab=5, seed=0, max_len=0, align_layer=0, dropout=0, smoothing=0, alpha=0)
-    highs = dict(dropout=0.99, smoothing=0.99, clip=math.inf, alpha=10)
-    for name, value in ((name, value) for name, value in args.config.items() if type(value) in (int, float)):
-        low, high = lows.get(name, 1 if type(value) is int else 1e-9), highs.get(name, 2**31)
-        if not low <= value <= high: fail(f"--{name} {value}: must be {low} to {high}".replace("_", "-"))
-    if args.paper: args.config = vars(Config.paper(**args.config))
-    return args
-def folder(args):  # --out or, without it, the next free folder to train in, or the last one to go on with or to use
-    names = [Path("runs", Path(__file__).stem + (f"-{n}" if n > 1 else "")) for n in range(1, 1000)]
-    taken = list(itertools.takewhile(Path.exists, names))
-    return args.out or ((taken or names[:1])[-1] if args.translate or args.align or args.resume else names[len(taken)])
-def warn(message):
-    if os.environ.get("RANK", "0") == "0": print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
-def fail(message, status=2): sys.exit(warn(message) or status)
+
+def answer(args, device):
+    """--test: scores. --translate and --align: a line for each line, a thousand at a time."""
+    model, vocabularies = load(args.out, device, **args.config)
+    if args.test:
+        pairs = list(data.read_pairs(*args.test))
+        print(data.in_words(evaluate(model, pairs, vocabularies)))
+        return
+    for pairs in data.chunks(args.align, vocabularies[0]):
+        if args.translate:
+            sources = [source for source, _ in pairs]
+            pairs = list(zip(sources, translate(model, sources, vocabularies)))
+        alphas = alignments(model, pairs, vocabularies) if args.draws else None
+        data.print_answers(args, pairs, alphas)
+
 
 def main(argv=None):
-    if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
-    torch.backends.mkldnn.set_flags(False)  # slower with it: README
-    try:
-        args, process, gpus = parse(argv), os.environ.get("LOCAL_RANK"), torch.cuda.device_count()  # process: of torchrun's
-        cuda = process and args.device == "cuda"
-        if cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > gpus: raise data.InputError(f"--nproc_per_node={gpus} at most")
-        if cuda: torch.cuda.set_device(int(process))
-        if process: dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        if ranks()[0]: sys.stdout = open(os.devnull, "w")  # the first one speaks
-        if not (args.translate or args.align): train(args, torch.device(args.device))
-        elif ranks()[0] == 0: answer(args, torch.device(args.device))
-        if process: dist.destroy_process_group()
-    except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read has seen enough
-    except KeyboardInterrupt as stop: fail(str(stop) or "stopped; if training had begun, --resume goes on", 130)
-    except (data.InputError, OSError) as error: fail(error)
-    except (RuntimeError, MemoryError) as error:
-        if not re.search("out of memory|allocate|overflow", str(error)): raise
-        fail("not enough memory; try fewer --tokens, or a smaller model")
-if __name__ == "__main__": main()
+    """The command line; a user's mistake gets one line and status 2."""
+    torch.backends.mkldnn.set_flags(False)  # oneDNN: slower on ARM, and some scripts on x86
+    has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
+    with data.one_line_for_mistakes():
+        args = data.parse_flags(Config, __doc__, [name for name in has if has[name]], argv)
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        if WORLD_SIZE > 1:
+            dist.init_process_group()
+        if args.translate or args.align or args.test:
+            answer(args, torch.device(args.device))
+        else:
+            train(args, torch.device(args.device))
+
+
+if __name__ == "__main__":
+    main()

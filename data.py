@@ -92,12 +92,12 @@ be present: am, are, are, is, are; être present: suis, sommes, êtes, est, sont
 be past: was, were, were, was, were; être past: étais, étions, étiez, était, étaient
 can: peux, pouvons, pouvez, peut, peuvent; must: dois, devons, devez, doit, doivent
 tense long: present, present, past, past, have, can, must; does short: quality, nothing, être
-subjects: person, person, person, animal, idea, idea, topic, thing, place, ground
+persons: person; subjects: person, person, person, animal, idea, idea, topic, thing, place, ground
 does person: quality, nothing, être, person, pronoun, animal, thing, place, ground, idea, topic
 does animal: quality, nothing, être, person, pronoun, animal, ground; tense short: present, past
 does thing place ground idea topic: quality, passive, passive; avoir: ai, avons, avez, a, ont
 """
-ALIVE = ("person", "animal")
+ALIVE = ("person", "animal", "pronoun")
 JOINED = {"de le": "du", "de les": "des", "de des": "de", "de de": "de", "à le": "au"}
 # A French word goes with the positions of the English words that it comes from: ("du", (2, 3)).
 Phrase = collections.namedtuple("Phrase", "french person gender plural kind")
@@ -167,8 +167,8 @@ def forms(word, kind, person, tense, negated):
 def contract(french):
     """Neighbours as French joins them: le homme, de le roi, ce ami; l' homme, du roi, cet ami."""
     joined = []
+    after = ""
     for word, links in reversed(french):  # from the right: "de l' ami" has no "le" to join
-        after = joined[-1][0] if joined else ""
         if word == "dans" and f"{after} {joined[-2][0]}" in ("le marché", "l' école"):
             word = "à"  # au marché
         if word in ("de", "à") and f"{word} {after}" in JOINED:
@@ -178,6 +178,7 @@ def contract(french):
         if word in BEFORE_VOWEL and after[0] in "aâeéèêiîoôuhœ":  # each h here is silent
             word = BEFORE_VOWEL[word]
         joined.append((word, links))
+        after = word
     return joined[::-1]
 
 
@@ -230,10 +231,10 @@ class Grammar(random.Random):
 
     def clause(self, keep):
         """A subject and what it does."""
-        subject = self.subject(self.pick("subjects"), keep + 3)
+        subject = self.subject("subjects", keep + 3)
         return subject.french + self.act(subject, keep)
 
-    def subject(self, kind, keep):
+    def subject(self, key, keep):
         """A noun or someone; after because also "it", the subject or the object of before."""
         because = self.english[-1:] == ["because"]
         topics = [topic for topic in self.topics if topic and topic.person > 2] if because else []
@@ -243,7 +244,7 @@ class Grammar(random.Random):
             il = inflect("il", "elle", topic.gender, topic.plural)
             return topic._replace(french=self.word("they" if topic.plural else he, il))
         if self.room(keep) > 0 and self.random() < 0.75:
-            return self.noun(kind, keep)
+            return self.noun(self.pick(key), keep)
         return self.someone("subject because" if because else "subject any")
 
     def someone(self, key):
@@ -256,7 +257,7 @@ class Grammar(random.Random):
         english, french, gender = self.pick(f"noun {kind}")
         plural = self.random() < 0.3
         owner = []
-        if kind != "person" and self.room(keep) >= 4 and self.random() < 0.1:
+        if kind != "person" and self.random() < 0.1 and self.room(keep) >= 4:
             king = self.noun("person", self.length, definite=True)
             link = self.say("'" if self.english[-1].endswith("s") else "'s")
             determiner = [("les" if plural else inflect("le", "la", gender, False), link)]
@@ -265,11 +266,11 @@ class Grammar(random.Random):
             role = "the" if definite or self.random() < 0.75 else "a"
             determiner = self.agree(f"{role} {'plural' if plural else 'singular'}", gender)
         before = []
-        if self.room(keep) >= 2 and self.random() < 0.25:
+        if self.random() < 0.25 and self.room(keep) >= 2:
             before = self.agree(f"before {kind}", gender, plural)
         after = owner
-        for role in ["quality", "origin", "field"] if kind in ("idea", "topic") else ["quality"]:
-            if self.room(keep) >= 2 and self.random() < 0.3:
+        for role in ("quality", "origin", "field") if kind in ("idea", "topic") else ("quality",):
+            if self.random() < 0.3 and self.room(keep) >= 2:
                 after = self.agree(f"{role} {kind}", gender, plural) + after
         if before and determiner[0][0] == "des":  # de petits chats
             determiner = [("de", determiner[0][1])]
@@ -282,12 +283,12 @@ class Grammar(random.Random):
 
     def more(self, noun, keep):
         """A relative clause, or what an idea is about, or nothing."""
-        if self.room(keep) >= 4 and self.random() < 0.3:
+        if self.random() < 0.3 and self.room(keep) >= 4:
             if self.random() < 0.6:
                 qui = self.word("who" if noun.kind == "person" else "that", "qui")
                 return qui + self.act(noun, keep)
             que = self.word("that", "que")
-            subject = self.subject("person", self.length - 3)
+            subject = self.subject("persons", self.length - 3)
             return que + subject.french + self.act(subject, keep, gap=noun)
         if self.room(keep) >= 3 and noun.kind == "idea" and self.random() < 0.35:
             return self.attach("about", keep, definite=True)
@@ -303,12 +304,12 @@ class Grammar(random.Random):
         if not gap and f"noun {kind}" in WORDS:  # a definite one after "ne", else it is "pas de"
             thing = self.noun(kind, keep, definite=french[0][0] == "ne")
             french += thing.french
-        if kind == "passive" and self.room(keep) >= 3 and self.random() < 0.4:
+        if kind == "passive" and self.random() < 0.4 and self.room(keep) >= 3:
             french += self.attach("agent", keep)
         if not gap and kind != "quality":
             french += self.tail(keep)
         # "It" might be either animal in "the cat saw the dog because it was tired": so neither.
-        self.topics = [] if kind in (*ALIVE, "pronoun") else [subject, thing]
+        self.topics = [] if kind in ALIVE else [subject, thing]
         return french
 
     def verb(self, kind, subject, room, gap):
@@ -346,7 +347,7 @@ class Grammar(random.Random):
 
     def tail(self, keep):
         """Where, or when: only what is over may have a date, and one is enough."""
-        if self.room(keep) >= 3 and self.random() < 0.3:
+        if self.random() < 0.3 and self.room(keep) >= 3:
             return self.attach("where", keep)
         if self.room(keep) < 3 or not self.over or self.random() < 0.6:
             return []
@@ -436,6 +437,14 @@ def read_pairs(source, target):
                 f"{short} ends after line {number}, before its partner; give equally many lines"
             )
         yield pair
+
+
+def some_pairs(source, target):
+    """The pairs of two files, of which there must be one."""
+    pairs = list(read_pairs(source, target))
+    if not pairs:
+        raise InputError(f"{source}: is empty; give at least one pair")
+    return pairs
 
 
 def chunks(files, vocabulary):
@@ -558,13 +567,17 @@ class Bitext:
         order = np.lexsort((target, source))
         cuts = cut(source[order], target[order], tokens, sentences, one_length=True)
         self.batches_an_epoch = len(cuts) - 1
-        for epoch in itertools.count(step // self.batches_an_epoch):
-            random = np.random.default_rng((seed, epoch))
-            order = np.lexsort((random.permutation(len(self)), target, source))
-            shuffled = random.permutation(self.batches_an_epoch)
-            skipped = max(step - epoch * self.batches_an_epoch, 0)
-            for place in shuffled[skipped:]:
-                yield self.batch(order[cuts[place] : cuts[place + 1]])
+        epochs = itertools.count(step // self.batches_an_epoch)
+        shuffled = itertools.chain.from_iterable(self.epoch(cuts, seed, n) for n in epochs)
+        return itertools.islice(shuffled, step % self.batches_an_epoch, None)
+
+    def epoch(self, cuts, seed, number):
+        """All pairs once, in batches of the lengths that these cuts are made for."""
+        source, target = self.lengths[0], rounded(self.lengths[1] - 1) + 1
+        random = np.random.default_rng((seed, number))
+        order = np.lexsort((random.permutation(len(self)), target, source))
+        for place in random.permutation(len(cuts) - 1):
+            yield self.batch(order[cuts[place] : cuts[place + 1]])
 
 
 def rounded(length):
@@ -584,7 +597,7 @@ def cut(source, target, tokens, sentences=math.inf, one_length=False):
         if rows > 1 and (full or one_length and n != source[row - 1]):
             cuts.append(row)
             longest_source, longest_target = n, m
-    return [*cuts, len(source)]
+    return [*cuts, len(source)] if len(source) else [0]
 
 
 def learn(pairs, sizes=(None, None), min_count=1, joint=False, max_len=None):
@@ -623,9 +636,7 @@ class Corpus:
         if train:
             limit = cfg.max_len or 100
             pairs = read_pairs(*train)
-            self.valid = list(read_pairs(*valid))
-            if not self.valid:
-                raise InputError(f"{valid[0]}: is empty; give at least one pair")
+            self.valid = some_pairs(*valid)
             self.test, self.example = self.valid, self.valid[0][0]  # scored on what chose the model
         else:
             limit = cfg.max_len or 30
@@ -712,7 +723,7 @@ def replace_unknown(pairs, alphas):
     """The targets, each <unk> in them replaced by the source word that its row points at."""
     found = []
     for (source, target), alpha in zip(pairs, alphas):
-        best = alpha[:, : len(source)].argmax(-1)
+        best = alpha[:, : max(len(source), 1)].argmax(-1)
         found.append([source[i] if word == "<unk>" else word for i, word in zip(best, target)])
     return found
 
@@ -935,8 +946,9 @@ def changed(config, flags):
     for name, value in flags.items():
         if name in MAY_CHANGE.split():
             config[name] = value
-        shorter = name.endswith("_vocab") and value > config[name]  # the text had fewer words
-        if value != config[name] and not shorter:
+        moot = name.endswith("_vocab") and value > config[name]  # the text had fewer words
+        moot = moot or name == "tgt_vocab" and config["joint"]
+        if value != config[name] and not moot:
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag}: {config[name]} in this run; leave it out")
     return config

@@ -102,7 +102,7 @@ class Config:
         recipe = dict(
             optimizer="sgd", lr=1.0, clip=5.0, smoothing=0.0, per="sentence", compile=True
         )
-        batches = dict(sentences=128, tokens=13184, max_len=50, steps=421875, every=5000)
+        batches = dict(sentences=128, tokens=14000, max_len=50, steps=421875, every=5000)
         return cls(**sizes | best | recipe | batches | overrides)
 
 
@@ -151,21 +151,19 @@ class LuongAttention(nn.Module):
             return torch.tanh(W_a_h_t.unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a
         return h_t @ keys.mT  # dot, general
 
-    def centre(self, h_t, S, t):  # p_t (B,T,1)
-        if self.attention == "local-m":
-            return torch.minimum(t.view(-1, 1), S)  # p_t = t, at most S
-        return S * torch.sigmoid(torch.tanh(h_t @ self.W_p.T) @ self.v_p).unsqueeze(-1)  # eq. (9)
-
     def forward(self, h_t, keys, h_bar, mask=None, t=None):  # h_t (B,T,H)  keys, h_bar (B,S,H)
         if mask is None:
-            mask = torch.zeros(h_bar.shape[:2], dtype=torch.bool, device=h_bar.device)  # (B,S)
+            mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool)  # (B,S)
         if t is None:
             t = torch.arange(1, h_t.size(1) + 1, device=h_t.device)  # (T,)
         s = torch.arange(1, h_bar.size(1) + 1, device=h_bar.device)  # (S,)
+        S = (~mask).sum(-1).view(-1, 1, 1).float()  # each sentence's own length
         hidden = mask.unsqueeze(1)  # (B,1,S)
+        if self.attention == "local-m":
+            p_t = torch.minimum(t.view(-1, 1), S)  # p_t = t, at most S   (B,T,1)
+        if self.attention == "local-p":
+            p_t = S * torch.sigmoid(torch.tanh(h_t @ self.W_p.T) @ self.v_p).unsqueeze(-1)  # (9)
         if self.attention != "global":
-            S = (~hidden).sum(-1, keepdim=True).float()  # each sentence's own length
-            p_t = self.centre(h_t, S, t)
             hidden = hidden | ((s - p_t).abs() > self.D)  # and what is beyond the window
         e = self.scores(h_t, keys).masked_fill(hidden, -torch.inf)
         a_t = e.softmax(-1)  # eq. (7)   (B,T,S)
@@ -419,7 +417,8 @@ def update(model, cfg, optimizer):
     for group in optimizer.param_groups:
         group["step"] = group.get("step", 0) + 1  # kept there, so that checkpoints hold it
         group["lr"] = learning_rate(cfg, group["step"])
-    nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    if cfg.clip < math.inf:
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     in_bf16(model)
@@ -452,12 +451,11 @@ def greedy(model, src, max_len, choose=None):
         for old, new in zip(state, new_state):
             old.copy_(new)
 
-    if src.is_cuda:
-        advance = graphed(advance, at_once=True)
+    proceed = graphed(advance, at_once=True) if src.is_cuda else advance
     for i in range(out.size(1)):
         if i % 8 == 0 and ended.all():  # seldom: to look is to wait for the GPU
             break
-        advance()
+        proceed()
     return out[:, : int((out != PAD).sum(1).max())]
 
 
@@ -510,7 +508,7 @@ def translate(model, sentences, vocabularies):
     cfg = model.cfg
     pairs = [(source, []) for source in data.sentences_of(sentences)]
     for rows, src, _ in batches_of(pairs, vocabularies, model, max(4096 // cfg.beam, 1)):
-        limit = ((src != PAD).sum(1) + 50).masked_fill(src[:, 0] == EOS, 0)  # nothing for nothing
+        limit = ((src != PAD).sum(1) + 49).masked_fill(src[:, 0] == EOS, 0)  # n + 50, or nothing
         for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
             pairs[row][1][:] = vocabularies[1].decode(numbers)
     if cfg.replace_unk:
@@ -561,8 +559,7 @@ def read_checkpoint(path, device):
 
 def load(path, device="cpu", **flags):
     """(model, vocabularies) of a run's folder or of one checkpoint; flags change its Config."""
-    path = Path(path)
-    saved = read_checkpoint(path / "model.pt" if path.is_dir() else path, device)
+    saved = read_checkpoint(Path(path, "model.pt") if Path(path).is_dir() else path, device)
     model = Model(Config(**data.changed(saved["config"], flags))).to(device)
     model.load_state_dict(saved["model"])
     return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
@@ -599,10 +596,12 @@ def fit(model, corpus, out, saved=None):
         log.append(dict(step=step, loss=loss.item(), valid_loss=valid_loss, seconds=seconds))
         data.show(bar, log[-1])
         recent = [*recent, copy.deepcopy(model.state_dict())][-cfg.average :]
-        if best or cfg.average > 1 or not (out / "model.pt").exists():
+        if best or cfg.average > 1:
             save("model.pt", model=data.mean(recent))
         save("last.pt", step=step, log=log, recent=recent, optimizer=optimizer.state_dict())
         data.write_log(out, log)
+    if not (out / "model.pt").exists():  # only last.pt was at hand
+        save("model.pt", model=data.mean(recent))
     return log
 
 
@@ -637,7 +636,7 @@ def answer(args, device):
     """--test: scores. --translate and --align: a line for each line, a thousand at a time."""
     model, vocabularies = load(args.out, device, **args.config)
     if args.test:
-        pairs = list(data.read_pairs(*args.test))
+        pairs = data.some_pairs(*args.test)
         print(data.in_words(evaluate(model, pairs, vocabularies)))
         return
     for pairs in data.chunks(args.align, vocabularies[0]):

@@ -90,7 +90,7 @@ class Config:
         """Section 3.4. 7.5 epochs of 12 million pairs, 128 at a time, are 703,125 steps."""
         sizes = dict(src_vocab=160000, tgt_vocab=80000, emb=1000, hidden=1000, layers=4, init=0.08)
         recipe = dict(optimizer="sgd", lr=0.7, smoothing=0.0, per="sentence", compile=True)
-        batches = dict(sentences=128, tokens=26000, steps=703125, every=5000)
+        batches = dict(sentences=128, tokens=28000, steps=703125, every=5000)
         return cls(**sizes | recipe | batches | dict(beam=12) | overrides)
 
 
@@ -324,7 +324,8 @@ def update(model, cfg, optimizer):
     for group in optimizer.param_groups:
         group["step"] = group.get("step", 0) + 1  # kept there, so that checkpoints hold it
         group["lr"] = learning_rate(cfg, group["step"])
-    nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    if cfg.clip < math.inf:
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     in_bf16(model)
@@ -357,12 +358,11 @@ def greedy(model, src, max_len, choose=None):
         for old, new in zip(state, new_state):
             old.copy_(new)
 
-    if src.is_cuda:
-        advance = graphed(advance, at_once=True)
+    proceed = graphed(advance, at_once=True) if src.is_cuda else advance
     for i in range(out.size(1)):
         if i % 8 == 0 and ended.all():  # seldom: to look is to wait for the GPU
             break
-        advance()
+        proceed()
     return out[:, : int((out != PAD).sum(1).max())]
 
 
@@ -415,7 +415,7 @@ def translate(model, sentences, vocabularies):
     cfg = model.cfg
     pairs = [(source, []) for source in data.sentences_of(sentences)]
     for rows, src, _ in batches_of(pairs, vocabularies, model, max(4096 // cfg.beam, 1)):
-        limit = ((src != PAD).sum(1) + 50).masked_fill(src[:, 0] == EOS, 0)  # nothing for nothing
+        limit = ((src != PAD).sum(1) + 49).masked_fill(src[:, 0] == EOS, 0)  # n + 50, or nothing
         for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
             pairs[row][1][:] = vocabularies[1].decode(numbers)
     if cfg.replace_unk:
@@ -466,8 +466,7 @@ def read_checkpoint(path, device):
 
 def load(path, device="cpu", **flags):
     """(model, vocabularies) of a run's folder or of one checkpoint; flags change its Config."""
-    path = Path(path)
-    saved = read_checkpoint(path / "model.pt" if path.is_dir() else path, device)
+    saved = read_checkpoint(Path(path, "model.pt") if Path(path).is_dir() else path, device)
     model = Model(Config(**data.changed(saved["config"], flags))).to(device)
     model.load_state_dict(saved["model"])
     return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
@@ -504,10 +503,12 @@ def fit(model, corpus, out, saved=None):
         log.append(dict(step=step, loss=loss.item(), valid_loss=valid_loss, seconds=seconds))
         data.show(bar, log[-1])
         recent = [*recent, copy.deepcopy(model.state_dict())][-cfg.average :]
-        if best or cfg.average > 1 or not (out / "model.pt").exists():
+        if best or cfg.average > 1:
             save("model.pt", model=data.mean(recent))
         save("last.pt", step=step, log=log, recent=recent, optimizer=optimizer.state_dict())
         data.write_log(out, log)
+    if not (out / "model.pt").exists():  # only last.pt was at hand
+        save("model.pt", model=data.mean(recent))
     return log
 
 
@@ -542,7 +543,7 @@ def answer(args, device):
     """--test: scores. --translate and --align: a line for each line, a thousand at a time."""
     model, vocabularies = load(args.out, device, **args.config)
     if args.test:
-        pairs = list(data.read_pairs(*args.test))
+        pairs = data.some_pairs(*args.test)
         print(data.in_words(evaluate(model, pairs, vocabularies)))
         return
     for pairs in data.chunks(args.align, vocabularies[0]):

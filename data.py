@@ -874,7 +874,7 @@ def parse_flags(Config, about, devices, argv=None):
     if bool(args.train) != bool(args.valid):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
     using = bool(args.translate or args.align or args.test)
-    args.out = args.out or default_folder(script, new=not (args.resume or using))
+    args.out = args.out or default_folder(script, args.resume, using)
     args.terminal = args.translate and os.isatty(0)
     args.draws = args.align or args.picture or args.terminal
     args.drawn = []
@@ -899,15 +899,16 @@ def add_field(group, field, comment, paper):
     group.add_argument(flag, default=argparse.SUPPRESS, help=text, **how)
 
 
-def default_folder(script, new):
-    """The first free one of runs/script, runs/script-2, ... or, to use, the latest one."""
-    if new:
+def default_folder(script, resume, using):
+    """The first free one of runs/script, runs/script-2, ... or, to go on or to use, the latest."""
+    if not resume and not using:
         names = (f"{script}-{n}" if n > 1 else script for n in itertools.count(1))
         return next(Path("runs", name) for name in names if not Path("runs", name).exists())
-    logs = sorted(Path("runs").glob(f"{script}*/log.jsonl"), key=os.path.getmtime)
-    if not logs:
+    wanted = "model.pt" if using else "log.jsonl"
+    files = sorted(Path("runs").glob(f"{script}*/{wanted}"), key=os.path.getmtime)
+    if not files:
         raise InputError(f"runs/: no run of {script}.py; train first, or name one with --out")
-    return logs[-1].parent
+    return files[-1].parent
 
 
 def claim(out, resume=False):
@@ -916,6 +917,8 @@ def claim(out, resume=False):
         if not any((out / name).exists() for name in ("last.pt", "log.jsonl")):
             raise InputError(f"{out}: no run to go on with; leave --resume out, or see --out")
         return
+    if out.is_file():
+        raise InputError(f"{out}: is a file; name a folder with --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.glob("*.pt")):
@@ -977,7 +980,7 @@ def one_line_for_mistakes():
     except InputError as error:
         message = error
     except OSError as error:
-        message = f"{error.filename}: {error.strerror}"
+        message = f"{error.filename or 'stdin or stdout'}: {error.strerror}"
     except Exception as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's
             raise
@@ -988,6 +991,8 @@ def one_line_for_mistakes():
 
 def write_log(out, log):
     """log.jsonl, a line a look at valid; the last line is the run's result."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
 

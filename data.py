@@ -932,6 +932,9 @@ def check(config):
     """Refuses numbers that make no sense."""
     for field in dataclasses.fields(config):
         value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        choices = typing.get_args(field.type)
+        if choices and value not in choices:
+            raise InputError(f"{flag} {value}: must be one of {', '.join(choices)}")
         if isinstance(value, (bool, str)):
             continue
         least = 0 if field.type is float or field.default == 0 or field.name == "seed" else 1

@@ -814,7 +814,7 @@ def test_evaluate(name):
     assert module.evaluate(model, [pair[:2] for pair in pairs], words)["aer"] is None
 
 
-@scripts
+@pytest.mark.parametrize("name", slowly(SCRIPTS, ("seq2seq_lstm", "transformer")))
 @pytest.mark.parametrize("pieces", [1, 2, 3, 9])
 @pytest.mark.parametrize("per, clip", [("token", math.inf), ("sentence", math.inf), ("token", 0.1)])
 def test_train_step(name, pieces, per, clip, monkeypatch):
@@ -1863,6 +1863,8 @@ def test_readme_python(folder):
 
 def test_wrong_types(folder):
     """A TypeError that says what to give, never a translation of letters."""
+    with pytest.raises(data.InputError, match="--per tokens: must be one of token, sentence"):
+        script("bahdanau").Config(per="tokens")
     model, vocabularies = script("bahdanau").load("run")
     for wrong in ("the cat", [3], [["a", 4]], [None]):
         with pytest.raises(TypeError, match="sentence"):

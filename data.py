@@ -288,7 +288,7 @@ class Grammar(random.Random):
                 qui = self.word("who" if noun.kind == "person" else "that", "qui")
                 return qui + self.act(noun, keep)
             que = self.word("that", "que")
-            subject = self.subject("persons", self.length - 3)
+            subject = self.subject("persons", keep + 2)
             return que + subject.french + self.act(subject, keep, gap=noun)
         if self.room(keep) >= 3 and noun.kind == "idea" and self.random() < 0.35:
             return self.attach("about", keep, definite=True)
@@ -448,11 +448,11 @@ def some_pairs(source, target):
 
 
 def chunks(files, vocabulary):
-    """Pairs to answer, at most a thousand at a time: of two files, or of stdin, without targets."""
+    """Pairs to answer, at most 4,000 at a time: of two files, or of stdin, without targets."""
     pairs = read_pairs(*files) if files else zip(read_stdin(), itertools.repeat([]))
     numbered = enumerate(pairs, 1)
     warned = False
-    while chunk := list(itertools.islice(numbered, 1 if not files and os.isatty(0) else 1000)):
+    while chunk := list(itertools.islice(numbered, 1 if not files and os.isatty(0) else 4000)):
         words = [word for _, (source, _) in chunk for word in source]
         if not warned and sum(word not in vocabulary for word in words) > len(words) / 5:
             warn("more than a fifth of the words are unknown; tokenised like the training text?")
@@ -470,6 +470,8 @@ def within_bounds(number, source, target, most=1000):
 
 def write(path, content, dump=None):
     """Writes bytes whole or not at all: beside the old file, in a file of its own, then over it."""
+    if os.environ.get("RANK", "0") != "0":  # of several processes the first one writes
+        return
     if dump:  # into memory first: torch.save crashes when the disk is full
         buffer = io.BytesIO()
         dump(content, buffer)
@@ -537,10 +539,10 @@ class Bitext:
         """The share of unknown words on the side that has more of them."""
         return max(float((side == UNK).sum() / max((side > EOS).sum(), 1)) for side in self.tokens)
 
-    def batch(self, rows):
-        """(src, tgt) of these rows, padded to the right; targets to a rounded length."""
+    def batch(self, rows, unit=1):
+        """(src, tgt) of these rows, padded to the right, to whole units of words."""
         longest_source, longest_target = (lengths[rows].max() for lengths in self.lengths)
-        widths = longest_source, rounded(longest_target - 1) + 1
+        widths = up(longest_source, unit), up(longest_target - 1, unit) + 1
         return [self.grid(side, rows, width) for side, width in enumerate(widths)]
 
     def grid(self, side, rows, width):
@@ -552,52 +554,47 @@ class Bitext:
 
     def in_order(self, tokens):
         """Rows of like length, in batches of at most so many tokens, to score or translate."""
-        order = np.lexsort(self.lengths[::-1])
-        source, target = (lengths[order] for lengths in self.lengths)
-        cuts = cut(source, target, tokens)
+        longest = np.maximum(*self.lengths)
+        order = np.lexsort((self.lengths[0], longest))[::-1]
+        cuts = cut(longest[order], tokens)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
     def batches(self, tokens, sentences, seed, step=0):
         """Batches to train on, without end, from any step on: step and seed alone say which.
 
-        A batch holds one source length and rounded target lengths: nothing need be packed, and
-        the same shapes come again. Pairs of one shape change places, and batches, every epoch.
+        A pair is as long as its longer side, in units of a sixteenth of the longest pair, and
+        like lengths go together: so the same few shapes come again and again.
         """
-        source, target = self.lengths[0], rounded(self.lengths[1] - 1) + 1
-        order = np.lexsort((target, source))
-        cuts = cut(source[order], target[order], tokens, sentences, one_length=True)
+        unit = max(int(max(side.max() for side in self.lengths)) // 16, 1)
+        source = up(self.lengths[0], unit)
+        longest = np.maximum(source, up(self.lengths[1] - 1, unit))
+        cuts = cut(np.sort(longest)[::-1], tokens, sentences)
         self.batches_an_epoch = len(cuts) - 1
+
+        def epoch(number):  # pairs of one shape change places, and the batches their order
+            random = np.random.default_rng((seed, number))
+            order = np.lexsort((random.permutation(len(self)), source, longest))[::-1]
+            for place in random.permutation(len(cuts) - 1):
+                yield self.batch(order[cuts[place] : cuts[place + 1]], unit)
+
         epochs = itertools.count(step // self.batches_an_epoch)
-        shuffled = itertools.chain.from_iterable(self.epoch(cuts, seed, n) for n in epochs)
+        shuffled = itertools.chain.from_iterable(map(epoch, epochs))
         return itertools.islice(shuffled, step % self.batches_an_epoch, None)
 
-    def epoch(self, cuts, seed, number):
-        """All pairs once, in batches of the lengths that these cuts are made for."""
-        source, target = self.lengths[0], rounded(self.lengths[1] - 1) + 1
-        random = np.random.default_rng((seed, number))
-        order = np.lexsort((random.permutation(len(self)), target, source))
-        for place in random.permutation(len(cuts) - 1):
-            yield self.batch(order[cuts[place] : cuts[place + 1]])
 
-
-def rounded(length):
-    """Up to three significant bits, so that few lengths remain: 8, 10, 12, 14, 16, 20, 24 ..."""
-    unit = 2 ** np.maximum(np.log2(length).astype(int) - 2, 0)
+def up(length, unit):
+    """The next whole number of units."""
     return -(-length // unit) * unit
 
 
-def cut(source, target, tokens, sentences=math.inf, one_length=False):
-    """Where to cut pairs of these lengths into batches of so many tokens, padding counted."""
+def cut(longest, tokens, sentences=math.inf):
+    """Where to cut pairs, the longest first, into batches of so many tokens, padding counted."""
     cuts = [0]
-    longest_source = longest_target = 0
-    for row, (n, m) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
-        longest_source, longest_target = max(longest_source, n), max(longest_target, m)
-        rows = row + 1 - cuts[-1]
-        full = rows > sentences or rows * (longest_source + longest_target) > tokens
-        if rows > 1 and (full or one_length and n != source[row - 1]):
-            cuts.append(row)
-            longest_source, longest_target = n, m
-    return [*cuts, len(source)] if len(source) else [0]
+    while cuts[-1] < len(longest):
+        rows = max(min(tokens // (2 * longest[cuts[-1]]), sentences), 1)
+        rows -= rows % 2 ** max(int(rows).bit_length() - 4, 0)  # few numbers, halved with ease
+        cuts.append(min(cuts[-1] + int(rows), len(longest)))
+    return cuts
 
 
 def learn(pairs, sizes=(None, None), min_count=1, joint=False, max_len=None):
@@ -994,8 +991,6 @@ def one_line_for_mistakes():
 
 def write_log(out, log):
     """log.jsonl, a line a look at valid; the last line is the run's result."""
-    if os.environ.get("RANK", "0") != "0":
-        return
     write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
 

@@ -21,8 +21,8 @@ Deviations from the paper
   would start at the wrong end; p_t stops at the last word; location goes with global attention.
 - By (10) a_t sums to less than 1. The model uses it so; the alpha it returns is scaled to 1.
 - concat learns all of W_a; the authors fixed the half that meets h-_s to the identity (note 15).
-- --steps counts as the paper's 12 epochs (10 without dropout). One source length a batch, bf16 on
-  CUDA: for speed. Not told, so ours: a beam of 10, translations of n + 50 words at most.
+- --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for
+  speed. Not told, so ours: a beam of 10, translations of n + 50 words at most.
 - Without --paper: small, Adam, label smoothing, no input feeding, greedy: learns in two minutes.
 """
 
@@ -39,8 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from tqdm import tqdm
+from tqdm import trange
 
 import data
 from data import BOS, EOS, PAD
@@ -182,24 +181,30 @@ class DeepLSTM(nn.Module):
         self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True) for n in sizes)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x, state=None):  # x (B,T,E) or packed  state: h and c, each (L,B,H)
+    def forward(self, x, state=None, padding=None):  # x (B,T,E)  state: h and c, each (L,B,H)
         last = []
         for n, layer in enumerate(self.layers):
-            first = None if state is None else tuple(part[n : n + 1] for part in state)
-            packed = isinstance(x, PackedSequence)
-            x = x._replace(data=self.drop(x.data)) if packed else self.drop(x)
-            x, (h, c) = layer(x, first)
+            x = self.drop(x)
+            if padding is None:
+                x, (h, c) = layer(x, tuple(part[n : n + 1] for part in state))
+            else:
+                x, h, c = after_padding(layer, x, padding)
             last.append((h, c))
         return x, tuple(torch.cat(part) for part in zip(*last))
 
 
-def pack(x, src):
-    """x (B,S,E) without its padding, so that no LSTM reads it; a recorded step has none."""
-    recording = src.is_cuda and torch.cuda.is_current_stream_capturing()
-    if recording or (src[:, -1] != PAD).all():
-        return x
-    length = (src != PAD).sum(1).cpu()
-    return pack_padded_sequence(x, length, batch_first=True, enforce_sorted=False)
+def after_padding(lstm, x, padding):
+    """lstm(x); padding (B,T), in front of a sentence, shuts gate i: its state stays zero."""
+    W_ih, *others = lstm.all_weights[0]
+    shut = W_ih.new_zeros(len(W_ih), 8)  # a further input of 8 columns, as GPUs like them,
+    shut[: lstm.hidden_size] = -1e4  # that takes i to 0: then c = f o 0 + 0 o g and h = o o tanh(0)
+    weights = [torch.cat([W_ih, shut], 1), *others]
+    flat = torch.cat([w.flatten() for w in weights])  # in one piece, as cuDNN wants them
+    parts = flat.split([w.numel() for w in weights])
+    weights = [part.view_as(w) for part, w in zip(parts, weights)]
+    x = torch.cat([x, padding.to(x.dtype).unsqueeze(-1).expand(-1, -1, 8)], -1)
+    zero = x.new_zeros(1, len(x), lstm.hidden_size)
+    return torch.lstm(x, (zero, zero), weights, True, 1, 0.0, lstm.training, False, True)
 
 
 def turned(x, src):
@@ -231,14 +236,13 @@ class LuongNMT(nn.Module):
 
     def encode(self, src):
         x = self.E_x(src)  # (B,S,E)
-        if self.cfg.reverse:
-            x = turned(x, src)
-        h_bar, (h, c) = self.encoder(pack(x, src))  # h, c: of every layer, after the last word
-        if isinstance(h_bar, PackedSequence):
-            h_bar, _ = pad_packed_sequence(h_bar, batch_first=True, total_length=src.size(1))
-        if self.cfg.reverse:
-            h_bar = turned(h_bar, src)  # in reading order again
-        return self.attention.keys(h_bar), h_bar, src == PAD, h, c
+        if not self.cfg.reverse:
+            x = turned(x, src)  # so that the next line turns it back
+        h_bar, (h, c) = self.encoder(x.flip(1), padding=(src == PAD).flip(1))
+        h_bar = h_bar.flip(1)  # in the order of src again
+        if not self.cfg.reverse:
+            h_bar = turned(h_bar, src)
+        return self.attention.keys(h_bar), h_bar, src == PAD, h, c  # h, c: after the last word
 
     def start(self, memory, room=None):
         _, h_bar, _, h, c = memory
@@ -380,21 +384,22 @@ def make_train_step(model, cfg, optimizer=None):
             net.zero_grad()
         return loss.detach()
 
-    replayed = graphed(backward) if device.type == "cuda" else backward
+    on_gpu = device.type == "cuda"
+    compute = graphed(backward, at_once=not cfg.compile) if on_gpu else backward
 
     def step(src, tgt):
         net.train()
         words = (tgt[:, 1:] != PAD).sum()
         count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()
-        compute = replayed if (src[:, -1] != PAD).all() else backward  # no graph packs sources
         loss = torch.zeros((), device=device)
         ways = WORLD_SIZE * cfg.accumulate  # the pieces of a batch, one or more a process
         for k in range(RANK, min(ways, len(src)), WORLD_SIZE):
-            loss += compute(*(x.to(device) for x in (src[k::ways], tgt[k::ways], 1 / count)))
+            piece = src[k::ways], tgt[k::ways], 1 / count
+            loss += compute(*(x.to(device, non_blocking=on_gpu) for x in piece))
         update(model, cfg, optimizer)
         if WORLD_SIZE > 1:
             dist.all_reduce(loss)
-        return loss * (count / words).to(device)
+        return loss * (count / words)
 
     return step
 
@@ -405,8 +410,8 @@ def compile_parts(net):
         torch._inductor.config.triton.mix_order_reduction = False  # LayerNorm's gradient is slow
     for part in net.modules():
         if isinstance(part, Parts):
-            part.compile()
-    return torch.compile(summed_loss)
+            part.compile(dynamic=True)  # once for all shapes
+    return torch.compile(summed_loss, dynamic=True)
 
 
 def update(model, cfg, optimizer):
@@ -494,7 +499,7 @@ def align(model, src, tgt):
     return alpha
 
 
-def batches_of(pairs, vocabularies, model, tokens=4096):
+def batches_of(pairs, vocabularies, model, tokens=8192):
     """(rows, src, tgt) of all pairs, like lengths together, on the model's device."""
     bitext = data.Bitext(pairs, vocabularies)
     device = next(model.parameters()).device
@@ -507,7 +512,7 @@ def translate(model, sentences, vocabularies):
     """The words of each sentence's translation, found as model.cfg says: greedy or beam."""
     cfg = model.cfg
     pairs = [(source, []) for source in data.sentences_of(sentences)]
-    for rows, src, _ in batches_of(pairs, vocabularies, model, max(4096 // cfg.beam, 1)):
+    for rows, src, _ in batches_of(pairs, vocabularies, model, 32768 // cfg.beam):
         limit = ((src != PAD).sum(1) + 49).masked_fill(src[:, 0] == EOS, 0)  # n + 50, or nothing
         for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
             pairs[row][1][:] = vocabularies[1].decode(numbers)
@@ -579,12 +584,10 @@ def fit(model, corpus, out, saved=None):
     about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
 
     def save(name, **content):
-        if RANK == 0:
-            data.write(out / name, about | content, torch.save)
+        data.write(out / name, about | content, torch.save)
 
     batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, first)
-    steps = range(first + 1, cfg.steps + 1)
-    bar = tqdm(steps, initial=first, total=cfg.steps, disable=True if RANK else None)
+    bar = trange(first + 1, cfg.steps + 1, initial=first, total=cfg.steps, disable=RANK > 0 or None)
     for step, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that no random state need be saved
         loss = train_step(*(torch.from_numpy(x) for x in batch))
@@ -633,11 +636,10 @@ def train(args, device):
 
 
 def answer(args, device):
-    """--test: scores. --translate and --align: a line for each line, a thousand at a time."""
+    """--test: scores. --translate and --align: a line for each line, some thousand at a time."""
     model, vocabularies = load(args.out, device, **args.config)
     if args.test:
-        pairs = data.some_pairs(*args.test)
-        print(data.in_words(evaluate(model, pairs, vocabularies)))
+        print(data.in_words(evaluate(model, data.some_pairs(*args.test), vocabularies)))
         return
     for pairs in data.chunks(args.align, vocabularies[0]):
         if args.translate:
@@ -649,6 +651,7 @@ def answer(args, device):
 
 def main(argv=None):
     """The command line; a user's mistake gets one line and status 2."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less waste
     torch.backends.mkldnn.set_flags(False)  # oneDNN: slower on ARM, and some scripts on x86
     has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
     with data.one_line_for_mistakes():

@@ -17,7 +17,7 @@ The alignment it draws is the last layer's attention to the source, the mean of 
 Deviations from the paper
 - Words are what stands between spaces, so that nothing else is needed, not 37,000 byte pairs.
 - How it starts, untold: E N(0, 1/d_model), biases 0, Glorot, a sublayer's last matrix over
-  sqrt(2N), or deep ones hardly learn. bf16 on CUDA and one source length a batch, for speed.
+  sqrt(2N), or deep ones hardly learn. bf16 on CUDA, for speed.
 - Sentences over 100 words are left out; averaged checkpoints are --every steps, not minutes, apart.
 - Without --paper: small, no dropout, two vocabularies, greedy, a rate that also falls to 0.
 """
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from tqdm import tqdm
+from tqdm import trange
 
 import data
 from data import BOS, EOS, PAD
@@ -353,21 +353,22 @@ def make_train_step(model, cfg, optimizer=None):
             net.zero_grad()
         return loss.detach()
 
-    replayed = graphed(backward) if device.type == "cuda" else backward
+    on_gpu = device.type == "cuda"
+    compute = graphed(backward, at_once=not cfg.compile) if on_gpu else backward
 
     def step(src, tgt):
         net.train()
         words = (tgt[:, 1:] != PAD).sum()
         count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()
-        compute = replayed if (src[:, -1] != PAD).all() else backward  # no graph packs sources
         loss = torch.zeros((), device=device)
         ways = WORLD_SIZE * cfg.accumulate  # the pieces of a batch, one or more a process
         for k in range(RANK, min(ways, len(src)), WORLD_SIZE):
-            loss += compute(*(x.to(device) for x in (src[k::ways], tgt[k::ways], 1 / count)))
+            piece = src[k::ways], tgt[k::ways], 1 / count
+            loss += compute(*(x.to(device, non_blocking=on_gpu) for x in piece))
         update(model, cfg, optimizer)
         if WORLD_SIZE > 1:
             dist.all_reduce(loss)
-        return loss * (count / words).to(device)
+        return loss * (count / words)
 
     return step
 
@@ -378,8 +379,8 @@ def compile_parts(net):
         torch._inductor.config.triton.mix_order_reduction = False  # LayerNorm's gradient is slow
     for part in net.modules():
         if isinstance(part, Parts):
-            part.compile()
-    return torch.compile(summed_loss)
+            part.compile(dynamic=True)  # once for all shapes
+    return torch.compile(summed_loss, dynamic=True)
 
 
 def update(model, cfg, optimizer):
@@ -467,7 +468,7 @@ def align(model, src, tgt):
     return alpha
 
 
-def batches_of(pairs, vocabularies, model, tokens=4096):
+def batches_of(pairs, vocabularies, model, tokens=8192):
     """(rows, src, tgt) of all pairs, like lengths together, on the model's device."""
     bitext = data.Bitext(pairs, vocabularies)
     device = next(model.parameters()).device
@@ -480,7 +481,7 @@ def translate(model, sentences, vocabularies):
     """The words of each sentence's translation, found as model.cfg says: greedy or beam."""
     cfg = model.cfg
     pairs = [(source, []) for source in data.sentences_of(sentences)]
-    for rows, src, _ in batches_of(pairs, vocabularies, model, max(4096 // cfg.beam, 1)):
+    for rows, src, _ in batches_of(pairs, vocabularies, model, 32768 // cfg.beam):
         limit = ((src != PAD).sum(1) + 49).masked_fill(src[:, 0] == EOS, 0)  # n + 50, or nothing
         for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
             pairs[row][1][:] = vocabularies[1].decode(numbers)
@@ -552,12 +553,10 @@ def fit(model, corpus, out, saved=None):
     about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
 
     def save(name, **content):
-        if RANK == 0:
-            data.write(out / name, about | content, torch.save)
+        data.write(out / name, about | content, torch.save)
 
     batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, first)
-    steps = range(first + 1, cfg.steps + 1)
-    bar = tqdm(steps, initial=first, total=cfg.steps, disable=True if RANK else None)
+    bar = trange(first + 1, cfg.steps + 1, initial=first, total=cfg.steps, disable=RANK > 0 or None)
     for step, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that no random state need be saved
         loss = train_step(*(torch.from_numpy(x) for x in batch))
@@ -606,11 +605,10 @@ def train(args, device):
 
 
 def answer(args, device):
-    """--test: scores. --translate and --align: a line for each line, a thousand at a time."""
+    """--test: scores. --translate and --align: a line for each line, some thousand at a time."""
     model, vocabularies = load(args.out, device, **args.config)
     if args.test:
-        pairs = data.some_pairs(*args.test)
-        print(data.in_words(evaluate(model, pairs, vocabularies)))
+        print(data.in_words(evaluate(model, data.some_pairs(*args.test), vocabularies)))
         return
     for pairs in data.chunks(args.align, vocabularies[0]):
         if args.translate:
@@ -622,6 +620,7 @@ def answer(args, device):
 
 def main(argv=None):
     """The command line; a user's mistake gets one line and status 2."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less waste
     torch.backends.mkldnn.set_flags(False)  # oneDNN: slower on ARM, and some scripts on x86
     has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
     with data.one_line_for_mistakes():

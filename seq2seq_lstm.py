@@ -337,6 +337,7 @@ def update(model, cfg, optimizer):
     in_bf16(model)
 
 
+@torch.compiler.set_stance("force_eager")  # nothing is compiled while a graph is recorded
 @torch.inference_mode()
 def greedy(model, src, max_len, choose=None):
     """The likeliest word, again and again: (B,T'), EOS kept, PAD after it; max_len counts EOS."""
@@ -440,6 +441,7 @@ def alignments(model, pairs, vocabularies):
     return found
 
 
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def loss_of(model, pairs, vocabularies):
     """Loss per target word, end marks counted."""

@@ -1979,9 +1979,8 @@ def test_graphs_change_nothing(name, changes, monkeypatch):
 
 @cuda
 @scripts
-def test_padded_sources_on_a_gpu(name, monkeypatch):
-    """Sources of several lengths are not recorded, and give the losses they give on a CPU."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
+def test_padded_sources_on_a_gpu(name):
+    """Sources of several lengths give the losses they give on a CPU."""
     cpu, gpu = (trained(name, device=d, pad=True, dropout=0.0)[1] for d in ("cpu", "cuda"))
     close(cpu[:10], gpu[:10], 0.1)
 
@@ -1995,3 +1994,12 @@ def test_a_run_on_a_gpu(name, folder):
     script(name).main([*command, "--steps", "16", "--resume"])
     assert [look.get("step") for look in read_log("new")] == [4, 8, 12, 16, None]
     assert run(name, "--translate", "--out", "new", stdin=b"the cat\nhe")[0].count("\n") == 2
+
+
+@cuda
+@scripts
+def test_compiled(name):
+    """--compile changes nothing, and the compiled model can be used as it is."""
+    (_, plain), (model, losses) = (trained(name, dropout=0.0, compile=c) for c in (False, True))
+    close(plain, losses, 0.05)
+    assert len(found_by(script(name), model)) == 16

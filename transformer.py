@@ -81,9 +81,7 @@ class Config:
     def __post_init__(self):
         data.check(self)
         if self.d_model % self.heads or self.d_model % 2:
-            raise data.InputError(
-                f"--d-model: must be even, and a multiple of --heads {self.heads}"
-            )
+            raise data.InputError(f"--d-model: must be even, a multiple of --heads {self.heads}")
         if self.align_layer > self.layers:
             raise data.InputError(f"--align-layer: there are {self.layers} layers")
         if self.joint:
@@ -398,6 +396,7 @@ def update(model, cfg, optimizer):
     in_bf16(model)
 
 
+@torch.compiler.set_stance("force_eager")  # nothing is compiled while a graph is recorded
 @torch.inference_mode()
 def greedy(model, src, max_len, choose=None):
     """The likeliest word, again and again: (B,T'), EOS kept, PAD after it; max_len counts EOS."""
@@ -501,6 +500,7 @@ def alignments(model, pairs, vocabularies):
     return found
 
 
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def loss_of(model, pairs, vocabularies):
     """Loss per target word, end marks counted."""

@@ -448,11 +448,12 @@ def some_pairs(source, target):
 
 
 def chunks(files, vocabulary):
-    """Pairs to answer, at most 4,000 at a time: of two files, or of stdin, without targets."""
+    """Pairs to answer, some at a time: of two files, or of stdin, without targets."""
     pairs = read_pairs(*files) if files else zip(read_stdin(), itertools.repeat([]))
     numbered = enumerate(pairs, 1)
+    some = 1000 if files else 1 if os.isatty(0) else 4000
     warned = False
-    while chunk := list(itertools.islice(numbered, 1 if not files and os.isatty(0) else 4000)):
+    while chunk := list(itertools.islice(numbered, some)):
         words = [word for _, (source, _) in chunk for word in source]
         if not warned and sum(word not in vocabulary for word in words) > len(words) / 5:
             warn("more than a fifth of the words are unknown; tokenised like the training text?")

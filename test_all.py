@@ -1051,14 +1051,8 @@ the women that we admired arrived .
 les femmes que nous avons admirées sont arrivées .
 he never finds my small red cars .
 il ne trouve jamais mes petites voitures rouges .
-i hit her .
-je l' ai frappée .
 you cannot see them .
 vous ne pouvez pas les voir .
-you must not see them .
-vous ne devez pas les voir .
-we can never sing
-nous ne pouvons jamais chanter
 the law was not signed in march 1996 .
 la loi n' a pas été signée en mars 1996 .
 a big cow slept near the house .
@@ -1805,7 +1799,7 @@ def test_random_input(name, folder):
 
 
 def translate_many():
-    for n in (2000, 100_000):
+    for n in (8000, 100_000):
         lines = "".join(" ".join(PAIRS[k % 60][0]) + "\n" for k in range(n))
         stdout, _ = run("bahdanau", "--translate", "--out", "run", stdin=lines.encode())
         print(stdout.count("\n"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -1813,9 +1807,9 @@ def translate_many():
 
 @pytest.mark.slow
 def test_many_lines_in_little_memory(folder):
-    """100,000 lines take hardly more memory than 2,000."""
+    """100,000 lines take hardly more memory than 8,000."""
     few, peak, many, later_peak = map(int, end(begin(translate_many))[1].split())
-    assert (few, many, later_peak < 1.2 * peak) == (2000, 100_000, True)
+    assert (few, many, later_peak < 1.2 * peak) == (8000, 100_000, True)
 
 
 def test_readme_commands_exist():

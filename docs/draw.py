@@ -1,10 +1,12 @@
-"""Draws the two figures, length.svg and alignment.svg, from the logs in docs/runs.
+"""Draws length.svg, alignment.svg, learning.svg and attention.html from what is in docs/runs.
 
 python docs/draw.py                            from what is there
 python docs/draw.py runs/seq2seq_lstm ...      takes these runs' alignments first
+python docs/draw.py --film                     trains all four again first, and watches: minutes
 """
 
 import html
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,6 +14,34 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
+SCRIPTS = ["seq2seq_lstm", "bahdanau", "luong", "transformer"]
+LOOKS = (0, 20, 40, 80, 120, 160, 240, 320, 480, 650, 900, 1250, 1700)  # and the last step
+SENTENCES = """
+the agreement on the european economic area was signed in august 1992 .
+l' accord sur la zone économique européenne a été signé en août 1992 .
+the animal did not cross the street because it was too tired .
+l' animal n' a pas traversé la rue parce qu' il était trop fatigué .
+the animal did not cross the street because it was too dangerous .
+l' animal n' a pas traversé la rue parce qu' elle était trop dangereuse .
+i saw a cat on the mat
+j' ai vu un chat sur le tapis
+he hit me with a pie
+il m' a frappé avec une tarte
+the women that we admired arrived .
+les femmes que nous avons admirées sont arrivées .
+he never finds my small red cars .
+il ne trouve jamais mes petites voitures rouges .
+the nurses ' cat saw her .
+le chat des infirmières l' a vue .
+you cannot see them .
+vous ne pouvez pas les voir .
+the law was not signed in march 1996 .
+la loi n' a pas été signée en mars 1996 .
+this plan of the minister is important .
+ce plan du ministre est important .
+the poor sister that some boys must never watch has never loved us and we sleep .
+la pauvre sœur que des garçons ne doivent jamais regarder ne nous a jamais aimés et nous dormons .
+"""
 COLORS = {  # seen on light and on dark
     "seq2seq_lstm": "#d9483b",
     "bahdanau": "#2f7fd6",
@@ -151,8 +181,130 @@ def collect(folders):
     (HERE / "runs" / "alignment.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def film():
+    """Trains all four as `python script.py` does, and writes down what they do meanwhile."""
+    sys.path.insert(0, str(HERE.parent))
+    lines = SENTENCES.strip().split("\n")
+    pairs = list(zip(lines[::2], lines[1::2]))
+    models, heads = [], []
+    for name in SCRIPTS:
+        script = importlib.import_module(name)
+        steps, looks, model, vocabularies = watch(script, pairs)
+        models.append(dict(script=name, steps=steps, looks=looks))
+        if name == "transformer":
+            heads = [self_attention(script, model, vocabularies, line) for line in lines[2:6:2]]
+    content = dict(pairs=pairs, models=models, heads=heads)
+    (HERE / "runs" / "film.json").write_text(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def watch(script, pairs):
+    """(steps, looks, model, vocabularies) of a default run; a look has all weights and words."""
+    import torch
+
+    import data
+
+    torch.backends.mkldnn.set_flags(False)
+    cfg = script.Config()
+    corpus = data.Corpus(cfg)
+    torch.manual_seed(cfg.seed)
+    model = script.Model(script.dataclasses.replace(cfg, **corpus.sizes))
+    step = script.make_train_step(model, model.cfg)
+    steps = [n for n in LOOKS if n < cfg.steps] + [cfg.steps]
+    looks = []
+    for n, batch in enumerate(corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed)):
+        if n in steps:
+            said = script.translate(model, [source for source, _ in pairs], corpus.vocabularies)
+            alphas = script.alignments(model, pairs, corpus.vocabularies)
+            weights = [as_text(alpha[:-1, :-1]) for alpha in alphas]
+            looks.append([weights, [" ".join(words) for words in said]])
+            print(script.__name__, n, *said[0], flush=True)
+        if n == cfg.steps:
+            return steps, looks, model, corpus.vocabularies
+        torch.manual_seed(hash((cfg.seed, 0, n + 1)))
+        step(*map(torch.from_numpy, batch))
+
+
+def self_attention(script, model, vocabularies, line):
+    """The encoder's weights for a sentence, by layer and head, and its translation."""
+    import torch
+
+    src = torch.tensor([[*map(vocabularies[0].__getitem__, line.split()), script.EOS]])
+    x = model.embed(model.E_x, src, model.tables(src.size(1))[0])
+    weights = []
+    for layer in model.encoder:
+        Q, K, V = layer.self_attention.project(x).unbind(2)
+        _, alpha = layer.self_attention(Q, K, V, need_alpha=True)  # (1,h,S,S)
+        weights.append([as_text(head) for head in alpha[0].detach().numpy()])
+        x = layer(x, None)
+    (said,) = script.translate(model, [line], vocabularies)
+    return dict(source=line + " </s>", said=" ".join(said), layers=weights)
+
+
+def as_text(alpha):
+    """Two hexadecimal digits a weight, row by row."""
+    return (alpha.clip(0, 1) * 255).round().astype(np.uint8).tobytes().hex()
+
+
+def as_weights(text, columns):
+    return np.frombuffer(bytes.fromhex(text), np.uint8).reshape(-1, columns) / 255
+
+
+def draw_page():
+    """attention.html: page.html with the film in it."""
+    content = (HERE / "runs" / "film.json").read_text().strip()
+    page = (HERE / "page.html").read_text().replace("/* film */", content.replace("</", "<\\/"))
+    (HERE / "attention.html").write_text(page)
+
+
+def draw_learning(seconds=10):
+    """learning.svg: the famous sentence while the three with attention learn; still, the end."""
+    film = json.loads((HERE / "runs" / "film.json").read_text())
+    source, target = (side.split() for side in film["pairs"][0])
+    wide, parts, left = 92, [], 4
+    times = sorted({n for model in film["models"][1:] for n in model["steps"]})
+    clock = f'dur="{seconds}s" repeatCount="indefinite" calcMode="discrete"'
+    for model in film["models"][1:]:
+        parts.append(text(left + wide, 20, model["script"] + ".py", BOLD))
+        for i, word in enumerate(target):
+            parts.append(text(left + wide - 5, 137 + 15 * i, word, TO_THE_LEFT))
+        looks = [as_weights(look[0][0], len(source)) for look in model["looks"]]
+        last = [max(k for k, n in enumerate(model["steps"]) if n <= time) for time in times]
+        frames = np.stack([looks[k] for k in last] + [looks[-1]] * 4)  # and a rest at the end
+        for j, word in enumerate(source):
+            x = left + wide + 15 * j
+            place = f"translate({x + 11},118) rotate(-90)"
+            parts.append(f'<text transform="{place}">{html.escape(word)}</text>')
+            for i in range(len(target)):
+                parts.append(cell(x, 125 + 15 * i, frames[:, i, j], clock))
+        left += wide + 15 * len(source) + 8
+    bottom = 125 + 15 * len(target) + 18
+    for k, time in enumerate(times):  # the clock; a picture that stands still shows the last
+        shown = ["visible" if n == k else "hidden" for n in range(len(times))]
+        shown += [shown[-1]] * 4
+        still = "visible" if k == len(times) - 1 else "hidden"
+        values = f'<animate attributeName="visibility" values="{";".join(shown)}" {clock}/>'
+        words = f"after {time:,} steps" if k < len(times) - 1 else "after two minutes"
+        place = f'x="{left / 2:.0f}" y="{bottom}" {CENTRED} {BOLD} visibility="{still}"'
+        parts.append(f"<text {place}>{words}{values}</text>")
+    write_svg("learning.svg", round(left), bottom + 10, parts)
+
+
+def cell(x, y, weights, clock):
+    """One cell of the film: its weight at every look, at a glance the last one."""
+    shades = [f"{0.06 + 0.94 * weight:.2f}".lstrip("0") for weight in weights]
+    place = f'class="cell" x="{x}" y="{y}" width="14" height="14" opacity="{shades[-1]}"'
+    if len(set(shades)) == 1:
+        return f"<rect {place}/>"
+    values = f'<animate attributeName="opacity" values="{";".join(shades)}" {clock}/>'
+    return f"<rect {place}>{values}</rect>"
+
+
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:] == ["--film"]:
+        film()
+    elif sys.argv[1:]:
         collect(sys.argv[1:])
     draw_lengths()
     draw_alignments()
+    draw_learning()
+    draw_page()

@@ -592,9 +592,9 @@ def cut(longest, tokens, sentences=math.inf):
     """Where to cut pairs, the longest first, into batches of so many tokens, padding counted."""
     cuts = [0]
     while cuts[-1] < len(longest):
-        rows = max(min(tokens // (2 * longest[cuts[-1]]), sentences), 1)
-        rows -= rows % 2 ** max(int(rows).bit_length() - 4, 0)  # few numbers, halved with ease
-        cuts.append(min(cuts[-1] + int(rows), len(longest)))
+        rows = int(max(min(tokens // (2 * longest[cuts[-1]]), sentences), 1))
+        rows -= rows % 2 ** max(rows.bit_length() - 4, 0)  # so that pieces of a batch are alike
+        cuts.append(min(cuts[-1] + rows, len(longest)))
     return cuts
 
 

@@ -241,9 +241,10 @@ def in_bf16(model):
 
 
 def graphed(function, at_once=False):
-    """The function, recorded when its inputs' shapes come again, and replayed from then on."""
+    """The function, recorded when shapes come again, or at once, and replayed from then on."""
     graphs = {}  # by shape: a CUDA graph, the inputs it reads and the output it writes
     stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    stance = "force_eager" if at_once else "default"  # nothing can be compiled while recording
 
     def call(*inputs):
         shapes = tuple(x.shape for x in inputs)
@@ -252,8 +253,8 @@ def graphed(function, at_once=False):
             return function(*inputs)
         if graphs.get(shapes) is None:
             graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):  # torch.cuda.graph would empty the cache each time
+            torch.cuda.synchronize()  # torch.cuda.graph would also empty the cache, each time
+            with torch.cuda.stream(stream), torch.compiler.set_stance(stance):
                 graph.capture_begin(pool, "relaxed")  # libraries may be loading their kernels
                 output = function(*buffers)
                 graph.capture_end()
@@ -337,7 +338,6 @@ def update(model, cfg, optimizer):
     in_bf16(model)
 
 
-@torch.compiler.set_stance("force_eager")  # nothing is compiled while a graph is recorded
 @torch.inference_mode()
 def greedy(model, src, max_len, choose=None):
     """The likeliest word, again and again: (B,T'), EOS kept, PAD after it; max_len counts EOS."""
@@ -441,7 +441,6 @@ def alignments(model, pairs, vocabularies):
     return found
 
 
-@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def loss_of(model, pairs, vocabularies):
     """Loss per target word, end marks counted."""
@@ -503,7 +502,8 @@ def fit(model, corpus, out, saved=None):
         loss = train_step(*(torch.from_numpy(x) for x in batch))
         if step % cfg.every and step < cfg.steps:
             continue
-        valid_loss = loss_of(model, corpus.valid, corpus.vocabularies)
+        with torch.compiler.set_stance("force_eager"):
+            valid_loss = loss_of(model, corpus.valid, corpus.vocabularies)
         best = all(valid_loss < line["valid_loss"] for line in log)
         seconds = time.perf_counter() - begin
         log.append(dict(step=step, loss=loss.item(), valid_loss=valid_loss, seconds=seconds))

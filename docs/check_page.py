@@ -68,7 +68,7 @@ class Browser:
 def opacities(browser, figure):
     """Of a figure's cells."""
     found = f"[...document.querySelectorAll('#{figure} rect')]"
-    return browser.run(f"return {found}.map(cell => cell.getAttribute('opacity'))")
+    return browser.run(f"return {found}.map(cell => cell.getAttribute('fill-opacity'))")
 
 
 def lit(browser):
@@ -129,6 +129,7 @@ def take_screenshots(browser, folder):
         browser.devtools("Emulation.setEmulatedMedia", features=[feature])
         wide = "return document.documentElement.scrollWidth"
         assert browser.run(wide) <= width, "wider than the window"
+        browser.run("scrollTo(0, 0)")
         browser.screenshot(folder / f"{name}.png")
 
 

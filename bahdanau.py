@@ -513,7 +513,7 @@ def load(path, device="cpu", **flags):
 
 
 def fit(model, corpus, out, saved=None):
-    """Trains to the last step: out/model.pt is the best on valid, out/last.pt for --resume."""
+    """Trains to the last step: model.pt is the best on valid, or --average's; last.pt to resume."""
     cfg = model.cfg
     optimizer = make_optimizer(model, cfg)
     first, log, recent = 0, [], []

@@ -512,7 +512,7 @@ class Vocabulary(dict):
 class Bitext:
     """Sentence pairs as numbers, flat: a side is one array of tokens, and each sentence's length.
 
-    Pairs with an empty side or one of more than max_len words are left out and counted in .skipped.
+    With max_len, pairs with an empty or a longer side are left out and counted in .skipped.
     """
 
     def __init__(self, pairs, vocabularies, max_len=None):
@@ -570,7 +570,7 @@ class Bitext:
         source = up(self.lengths[0], unit)
         longest = np.maximum(source, up(self.lengths[1] - 1, unit))
         cuts = cut(np.sort(longest)[::-1], tokens, sentences)
-        self.batches_an_epoch = len(cuts) - 1
+        self.batches_an_epoch = len(cuts) - 1  # for the report
 
         def epoch(number):  # pairs of one shape change places, and the batches their order
             random = np.random.default_rng((seed, number))

@@ -17,8 +17,8 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
     python luong.py                            built-in corpus: BLEU 96, AER 0.04, 95 s, 2 cores
     python luong.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 Deviations from the paper
-- Where it is silent: the source is reversed, but s counts from 1 in reading order, else p_t = t
-  would start at the wrong end; p_t stops at the last word; location goes with global attention.
+- The source is reversed, as theirs; where they are silent, s counts from 1 in reading order, else
+  p_t = t would start at the wrong end, up to S, the end mark; location goes with global attention.
 - By (10) a_t sums to less than 1. The model uses it so; the alpha it returns is scaled to 1.
 - concat learns all of W_a; the authors fixed the half that meets h-_s to the identity (note 15).
 - --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for
@@ -235,12 +235,12 @@ class LuongNMT(nn.Module):
     def encode(self, src):
         x = self.E_x(src)  # (B,S,E)
         if not self.cfg.reverse:
-            x = turned(x, src)  # so that the next line turns it back
+            x = turned(x, src)  # flip then puts it in reading order, padding in front either way
         h_bar, (h, c) = self.encoder(x.flip(1), padding=(src == PAD).flip(1))
         h_bar = h_bar.flip(1)  # in the order of src again
         if not self.cfg.reverse:
             h_bar = turned(h_bar, src)
-        return self.attention.keys(h_bar), h_bar, src == PAD, h, c  # h, c: after the last word
+        return self.attention.keys(h_bar), h_bar, src == PAD, h, c  # h, c: after the word read last
 
     def start(self, memory, room=None):
         _, h_bar, _, h, c = memory
@@ -570,7 +570,7 @@ def load(path, device="cpu", **flags):
 
 
 def fit(model, corpus, out, saved=None):
-    """Trains to the last step: out/model.pt is the best on valid, out/last.pt for --resume."""
+    """Trains to the last step: model.pt is the best on valid, or --average's; last.pt to resume."""
     cfg = model.cfg
     optimizer = make_optimizer(model, cfg)
     first, log, recent = 0, [], []

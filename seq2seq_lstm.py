@@ -158,9 +158,9 @@ class Seq2Seq(nn.Module):
     def encode(self, src, factor=1.0):  # factor: on each embedding, for saliency
         x = self.E_x(src) * factor  # (B,S,E)
         if not self.cfg.reverse:
-            x = turned(x, src)  # so that the next line turns it back
+            x = turned(x, src)  # flip then puts it in reading order, padding in front either way
         _, v = self.encoder(x.flip(1), padding=(src == PAD).flip(1))  # c b a for a b c, section 3.3
-        return v  # the state after each sentence's own last word: h and c, each (L,B,H)
+        return v  # the state after the word read last: h and c, each (L,B,H)
 
     def start(self, v, room=None):
         return v  # all that the decoder will ever know of the source
@@ -480,7 +480,7 @@ def load(path, device="cpu", **flags):
 
 
 def fit(model, corpus, out, saved=None):
-    """Trains to the last step: out/model.pt is the best on valid, out/last.pt for --resume."""
+    """Trains to the last step: model.pt is the best on valid, or --average's; last.pt to resume."""
     cfg = model.cfg
     optimizer = make_optimizer(model, cfg)
     first, log, recent = 0, [], []

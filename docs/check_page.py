@@ -97,7 +97,7 @@ def check(browser):
     assert all(": " in note and "0." in note for note in notes), notes
     browser.hover("h1")
     assert lit(browser) == [0, 0, 0, 0]
-    browser.run("document.querySelector('#transformer .word').focus()")
+    browser.run("document.querySelector('#models .word').focus()")
     assert len(set(lit(browser))) == 1 and lit(browser)[0] > 3
 
     sentence = "document.getElementById('sentence')"
@@ -140,10 +140,12 @@ def main():
         time.sleep(1)
         with tempfile.TemporaryDirectory() as profile:
             browser = Browser(profile)
-            check(browser)
-            if sys.argv[1:]:
-                take_screenshots(browser, Path(sys.argv[1]))
-            call(browser.path, method="DELETE")
+            try:
+                check(browser)
+                if sys.argv[1:]:
+                    take_screenshots(browser, Path(sys.argv[1]))
+            finally:
+                call(browser.path, method="DELETE")
     finally:
         driver.terminate()
     print("the page works")

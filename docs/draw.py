@@ -262,7 +262,7 @@ def draw_learning(seconds=10):
     source, target = (side.split() for side in film["pairs"][0])
     wide, parts, left = 92, [], 4
     times = sorted({n for model in film["models"][1:] for n in model["steps"]})
-    clock = f'dur="{seconds}s" repeatCount="indefinite" calcMode="discrete"'
+    clock = f'dur="{seconds}s" repeatCount="3" calcMode="discrete"'
     for model in film["models"][1:]:
         parts.append(text(left + wide, 20, model["script"] + ".py", BOLD))
         for i, word in enumerate(target):

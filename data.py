@@ -940,8 +940,9 @@ def check(config):
             least = 1 + len(SPECIALS)
         if not value >= least:
             raise InputError(f"{flag} {value}: must be at least {least}")
-        if field.name in ("dropout", "smoothing") and value >= 1:
-            raise InputError(f"{flag} {value}: must be below 1")
+        below = dict(dropout=1, smoothing=1, seed=2**63).get(field.name)
+        if below and value >= below:
+            raise InputError(f"{flag} {value}: must be below {below}")
 
 
 def changed(config, flags):

@@ -1057,8 +1057,6 @@ the law was not signed in march 1996 .
 la loi n' a pas été signée en mars 1996 .
 a big cow slept near the house .
 une grosse vache a dormi près de la maison .
-a new pie is black .
-une nouvelle tarte est noire .
 this plan of the minister is important .
 ce plan du ministre est important .
 she danced in the market .
@@ -1698,7 +1696,7 @@ MISTAKES = """
 --step 3 | --step
 --every 0 | --every 0: must be at least 1
 --src-vocab 4 | --src-vocab 4: must be at least 5
---dropout 1 | --dropout 1.0: must be below 1
+--dropout inf | --dropout inf: must be below 1
 --max-len 100000 | --max-len 100000: must be 3 to 1000
 --train train.en train.fr --valid train.en train.fr --out /proc/new | /proc/new
 --translate --out nowhere | nowhere
@@ -1825,13 +1823,16 @@ def test_readme_commands_exist():
 
 
 def test_links_point_at_the_right_lines():
-    """The map from paper to code: each piece of code stands on the line it is linked to."""
+    """Each piece of code stands on the line it is linked to; the page is of its film."""
     pages = [HERE / "README.md", *HERE.glob("docs/*.md")]
     pattern = r"\[`([^`]+)`\]\((?:\.\./)?(\w+\.py)#L(\d+)\)"
     rows = [row for page in pages for row in re.findall(pattern, page.read_text())]
     assert len(rows) >= 12
     for code, file, line in rows:
         assert code in (HERE / file).read_text().split("\n")[int(line) - 1], (code, file, line)
+    film = (HERE / "docs/runs/film.json").read_text().strip().replace("</", "<\\/")
+    page = (HERE / "docs/page.html").read_text().replace("/* film */", film)
+    assert page == (HERE / "docs/attention.html").read_text()
 
 
 def test_readme_python(folder):

@@ -15,7 +15,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 SCRIPTS = ["seq2seq_lstm", "bahdanau", "luong", "transformer"]
-LOOKS = (0, 20, 40, 80, 120, 160, 240, 320, 480, 650, 900, 1250, 1700)  # and the last step
+LOOKS = (0, 20, 40, 80, 120, 160, 240, 320, 480, 650, 900, 1250, 1600, 2000)  # and the last step
 SENTENCES = """
 the agreement on the european economic area was signed in august 1992 .
 l' accord sur la zone économique européenne a été signé en août 1992 .

@@ -1156,12 +1156,11 @@ def test_batches():
     bitext, _ = data.learn(pairs)
     made = list(itertools.islice(bitext.batches(600, 20, 1), 200))
     for src, tgt in made:
-        assert src.dtype == tgt.dtype == np.int64
+        assert src.dtype == tgt.dtype == np.int64 and (tgt[:, 0] == BOS).all()
         assert src.size + tgt[:, 1:].size <= 600
-        assert (tgt[:, 0] == BOS).all()
         for x in (src, tgt):
             assert ((x == PAD) == (np.cumsum(x == EOS, 1) > (x == EOS))).all()
-    assert max(len(src) for src, _ in made) == 20
+    assert data.cut(np.full(999, 7), 14 * 781)[1] == 768 and max(len(x) for x, _ in made) == 20
     assert max(src.size + tgt.size for src, tgt in made) > 540
     for side in zip(*made):
         assert sum((x == PAD).sum() for x in side) < 0.1 * sum(x.size for x in side)
@@ -1697,6 +1696,7 @@ MISTAKES = """
 --every 0 | --every 0: must be at least 1
 --src-vocab 4 | --src-vocab 4: must be at least 5
 --dropout inf | --dropout inf: must be below 1
+--seed 9223372036854775808 | must be below 9223372036854775808
 --max-len 100000 | --max-len 100000: must be 3 to 1000
 --train train.en train.fr --valid train.en train.fr --out /proc/new | /proc/new
 --translate --out nowhere | nowhere

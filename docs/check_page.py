@@ -32,7 +32,7 @@ def call(path, body=None, method=None):
 
 
 class Browser:
-    """A session with the page open."""
+    """A browser with the page open."""
 
     def __init__(self, profile):
         options = dict(args=[*FLAGS.split(), f"--user-data-dir={profile}"])

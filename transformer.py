@@ -299,21 +299,21 @@ def in_bf16(model):
     return COPIES[model]
 
 
-def graphed(function, at_once=False):
-    """The function, recorded when shapes come again, or at once, and replayed from then on."""
+def graphed(function, cold=False):
+    """The function, recorded when it meets new shapes and replayed from then on."""
     graphs = {}  # by shape: a CUDA graph, the inputs it reads and the output it writes
     stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-    stance = "force_eager" if at_once else "default"  # nothing can be compiled while recording
 
     def call(*inputs):
-        shapes = tuple(x.shape for x in inputs)
-        if shapes not in graphs and not at_once:
-            graphs[shapes] = None  # the first time is the warm-up
+        nonlocal cold
+        if cold:  # the first call compiles, which cannot be recorded
+            cold = False
             return function(*inputs)
-        if graphs.get(shapes) is None:
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in graphs:
             graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
             torch.cuda.synchronize()  # torch.cuda.graph would also empty the cache, each time
-            with torch.cuda.stream(stream), torch.compiler.set_stance(stance):
+            with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
                 graph.capture_begin(pool, "relaxed")  # libraries may be loading their kernels
                 output = function(*buffers)
                 graph.capture_end()
@@ -353,7 +353,7 @@ def make_train_step(model, cfg, optimizer=None):
         return loss.detach()
 
     on_gpu = device.type == "cuda"
-    compute = graphed(backward, at_once=not cfg.compile) if on_gpu else backward
+    compute = graphed(backward, cold=cfg.compile) if on_gpu else backward
 
     def step(src, tgt):
         net.train()
@@ -376,6 +376,7 @@ def compile_parts(net):
     """Has torch.compile fuse the network's Parts; returns the loss, fused likewise."""
     if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # torch 2.11: with it
         torch._inductor.config.triton.mix_order_reduction = False  # LayerNorm's gradient is slow
+    torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
     for part in net.modules():
         if isinstance(part, Parts):
             part.compile(dynamic=True)  # once for all shapes
@@ -424,7 +425,7 @@ def greedy(model, src, max_len, choose=None):
         for old, new in zip(state, new_state):
             old.copy_(new)
 
-    proceed = graphed(advance, at_once=True) if src.is_cuda else advance
+    proceed = graphed(advance) if src.is_cuda else advance
     for i in range(out.size(1)):
         if i % 8 == 0 and ended.all():  # seldom: to look is to wait for the GPU
             break
@@ -463,8 +464,7 @@ def beam(model, src, max_len, K, penalty=0.0):
 @torch.no_grad()
 def align(model, src, tgt):
     """alpha (B,T,S) of a given target, in one forced pass."""
-    _, alpha = model.eval()(src, tgt[:, :-1], need_alpha=True)
-    return alpha
+    return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
 def batches_of(pairs, vocabularies, model, tokens=8192):

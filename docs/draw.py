@@ -1,4 +1,4 @@
-"""Draws length.svg, alignment.svg, learning.svg and attention.html from what is in docs/runs.
+"""Draws length, alignment, precision and learning.svg and attention.html from docs/runs.
 
 python docs/draw.py                            from what is there
 python docs/draw.py runs/seq2seq_lstm ...      takes these runs' alignments first
@@ -46,7 +46,7 @@ COLORS = {  # seen on light and on dark
     "seq2seq_lstm": "#d9483b",
     "bahdanau": "#2f7fd6",
     "luong": "#d68a00",
-    "luong-feeding": "#8e5bd0",
+    "luong-paper": "#8e5bd0",  # local-p and input feeding
     "transformer": "#1f9d6b",
 }
 STYLE = "text{fill:#6e7781}.grid{stroke:#8886}.cell{fill:#2f7fd6}"
@@ -68,7 +68,7 @@ def text(x, y, words, more=""):
 
 
 def dashes(script):
-    return ' stroke-dasharray="6 4"' if script.endswith("-feeding") else ""
+    return ' stroke-dasharray="6 4"' if script == "luong-paper" else ""
 
 
 class Panel:
@@ -135,12 +135,46 @@ def draw_lengths():
     europarl = by_length("europarl-{}.jsonl")
     parts = Panel(50, "BLEU, built-in corpus, three seeds", built_in, 100).parts
     parts += Panel(490, "BLEU, Europarl English-French, one seed", europarl, 50).parts
-    for x, (script, color) in zip((60, 215, 345, 455, 670), COLORS.items()):
+    for x, (script, color) in zip((60, 215, 345, 455, 790), COLORS.items()):
         ends = f'x1="{x}" x2="{x + 24}" y1="348" y2="348"'
         parts.append(f'<line {ends} stroke="{color}" stroke-width="4"{dashes(script)}/>')
-        name = script.removesuffix("-feeding") + ".py"
-        parts.append(text(x + 30, 352, name + (" --input-feeding" if dashes(script) else "")))
+        paper = "luong.py, the paper's: local-p, input feeding"
+        parts.append(text(x + 30, 352, paper if dashes(script) else script + ".py"))
     write_svg("length.svg", 940, 365, parts)
+
+
+def draw_precision():
+    """The loss of each script in bf16 and in float32, a panel a script."""
+    runs = map(json.loads, (HERE / "runs" / "precision.jsonl").read_text().splitlines())
+    looks = dict(bf16=("#2f7fd6", 2.5), float32=("#d68a00", 1.2))
+    parts = []
+    for run in runs:
+        left = 40 + 230 * SCRIPTS.index(run["script"])
+        color, width = looks[run["precision"]]
+        if run["precision"] == "bf16":
+            parts.append(text(left, 20, run["script"] + ".py", BOLD))
+            parts += loss_grid(left, run["steps"])
+        points = [
+            f"{left + 190 * (k + 0.5) / len(run['loss']):.1f},{230 - 20 * (min(loss, 13) - 3):.1f}"
+            for k, loss in enumerate(run["loss"])
+        ]
+        stroke = f'fill="none" stroke="{color}" stroke-width="{width}"'
+        parts.append(f'<polyline points="{" ".join(points)}" {stroke}/>')
+    for x, (name, (color, width)) in zip((330, 450), looks.items()):
+        line = f'x1="{x}" x2="{x + 24}" y1="275" y2="275" stroke="{color}" stroke-width="{width}"'
+        parts += [f"<line {line}/>", text(x + 30, 279, name)]
+    write_svg("precision.svg", 940, 290, parts)
+
+
+def loss_grid(left, steps):
+    parts = []
+    for loss in range(3, 14, 2):
+        y = 230 - 20 * (loss - 3)
+        parts.append(f'<line class="grid" x1="{left}" x2="{left + 190}" y1="{y}" y2="{y}"/>')
+        parts.append(text(left - 6, y + 4, str(loss), TO_THE_LEFT))
+    for step in range(0, steps + 1, 500):
+        parts.append(text(left + 190 * step / steps, 250, f"{step:,}", CENTRED))
+    return parts
 
 
 def draw_alignments():
@@ -305,6 +339,7 @@ if __name__ == "__main__":
     elif sys.argv[1:]:
         collect(sys.argv[1:])
     draw_lengths()
+    draw_precision()
     draw_alignments()
     draw_learning()
     draw_page()

@@ -516,11 +516,11 @@ def fit(model, corpus, out, saved=None):
     """Trains to the last step: model.pt is the best on valid, or --average's; last.pt to resume."""
     cfg = model.cfg
     optimizer = make_optimizer(model, cfg)
-    first, log, recent = 0, [], []
-    if saved:
-        model.load_state_dict(saved["recent"][-1])
+    saved = saved or dict(step=0, log=[], recent=[])
+    first, log, recent = saved["step"], saved["log"], saved["recent"]
+    if recent:
+        model.load_state_dict(recent[-1])
         optimizer.load_state_dict(saved["optimizer"])
-        first, log, recent = saved["step"], saved["log"], saved["recent"]
     train_step = make_train_step(model, cfg, optimizer)
     begin = time.perf_counter() - (log[-1]["seconds"] if log else 0)
     about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
@@ -528,6 +528,8 @@ def fit(model, corpus, out, saved=None):
     def save(name, **content):
         data.write(out / name, about | content, torch.save)
 
+    if not recent:  # so that a run that is stopped before its first look can be resumed
+        save("last.pt", step=0, log=[], recent=[])
     batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, first)
     bar = trange(first + 1, cfg.steps + 1, initial=first, total=cfg.steps, disable=RANK > 0 or None)
     for step, batch in zip(bar, batches):
@@ -556,7 +558,7 @@ def train(args, device):
     begin = time.perf_counter()
     cfg = Config(**args.config)
     saved = None
-    if args.resume and (args.out / "last.pt").exists():  # else it had not come to a first look
+    if args.resume and (args.out / "last.pt").exists():  # else it had hardly begun
         saved = read_checkpoint(args.out / "last.pt", device)
         cfg = Config(**data.changed(saved["config"], args.config))
     files = (args.train, args.valid) if args.train or not saved else saved["files"]
@@ -603,10 +605,8 @@ def main(argv=None):
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if WORLD_SIZE > 1:
             dist.init_process_group()
-        if args.translate or args.align or args.test:
-            answer(args, torch.device(args.device))
-        else:
-            train(args, torch.device(args.device))
+        work = answer if args.translate or args.align or args.test else train
+        work(args, torch.device(args.device))
 
 
 if __name__ == "__main__":

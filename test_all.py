@@ -1529,11 +1529,11 @@ def test_faults(fault, owner, function, number, status, message, folder):
 @scripts
 def test_killed_between_two_looks(name, folder):
     """kill -9 at some step: --resume goes on from the last look, and not a bit differs."""
-    for number, more in ((2, []), (6, ["--resume"])):
-        found = sabotaged("kill", script(name), "update", number, *small(name), "parts", *more)
+    for number, command in ((2, small(name)), (6, [name, "--resume", "--out"])):
+        found = sabotaged("kill", script(name), "update", number, *command, "parts")
         assert found[0] == -signal.SIGKILL
     assert checkpoint("parts/last.pt")["step"] == 4
-    run(*small(name), "parts", "--resume")
+    run(*command, "parts")
     run(*small(name), "whole")
     same_run("whole", "parts")
 

@@ -240,20 +240,22 @@ def in_bf16(model):
     return COPIES[model]
 
 
-def graphed(function, cold=False):
+def graphed(function, device, cold=False):
     """The function, recorded when it meets new shapes and replayed from then on."""
     graphs = {}  # by shape: a CUDA graph, the inputs it reads and the output it writes
-    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def call(*inputs):
         nonlocal cold
-        if cold:  # the first call compiles, which cannot be recorded
+        if cold and len(inputs[0]) > 1:  # compiles, unrecorded, for any number of rows but one
             cold = False
             return function(*inputs)
         shapes = tuple(x.shape for x in inputs)
         if shapes not in graphs:
             graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
-            torch.cuda.synchronize()  # torch.cuda.graph would also empty the cache, each time
+            torch.cuda.synchronize(device)
+            if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
+                torch.cuda.empty_cache()  # a recording cannot use what others have left behind
             with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
                 graph.capture_begin(pool, "relaxed")  # libraries may be loading their kernels
                 output = function(*buffers)
@@ -294,7 +296,7 @@ def make_train_step(model, cfg, optimizer=None):
         return loss.detach()
 
     on_gpu = device.type == "cuda"
-    compute = graphed(backward, cold=cfg.compile) if on_gpu else backward
+    compute = graphed(backward, device, cold=cfg.compile) if on_gpu else backward
 
     def step(src, tgt):
         net.train()
@@ -366,7 +368,7 @@ def greedy(model, src, max_len, choose=None):
         for old, new in zip(state, new_state):
             old.copy_(new)
 
-    proceed = graphed(advance) if src.is_cuda else advance
+    proceed = graphed(advance, src.device) if src.is_cuda else advance
     for i in range(out.size(1)):
         if i % 8 == 0 and ended.all():  # seldom: to look is to wait for the GPU
             break
@@ -523,11 +525,9 @@ def fit(model, corpus, out, saved=None):
 def train(args, device):
     """Trains a new run, or goes on with one, and reports on it."""
     begin = time.perf_counter()
-    cfg = Config(**args.config)
-    saved = None
-    if args.resume and (args.out / "last.pt").exists():  # else it had hardly begun
-        saved = read_checkpoint(args.out / "last.pt", device)
-        cfg = Config(**data.changed(saved["config"], args.config))
+    last = args.out / "last.pt"  # a run that had hardly begun has none
+    saved = read_checkpoint(last, device) if args.resume and last.exists() else None
+    cfg = Config(**(data.changed(saved["config"], args.config) if saved else args.config))
     files = (args.train, args.valid) if args.train or not saved else saved["files"]
     corpus = data.Corpus(cfg, *files, saved["words"] if saved else None)
     torch.manual_seed(cfg.seed)

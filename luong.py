@@ -337,7 +337,7 @@ def graphed(function, device, cold=False):
 
     def call(*inputs):
         nonlocal cold
-        if cold and len(inputs[0]) > 1:  # compiles, unrecorded, for any number of rows but one
+        if cold:  # the first call compiles, which cannot be recorded
             cold = False
             return function(*inputs)
         shapes = tuple(x.shape for x in inputs)

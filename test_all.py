@@ -1299,7 +1299,7 @@ def refusal(*command):
     return line
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def template(tmp_path_factory):
     """A folder with text, gzipped where it is to validate on, and two finished runs."""
     folder = tmp_path_factory.mktemp("template")

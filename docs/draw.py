@@ -46,8 +46,13 @@ COLORS = {  # seen on light and on dark
     "seq2seq_lstm": "#d9483b",
     "bahdanau": "#2f7fd6",
     "luong": "#d68a00",
-    "luong-paper": "#8e5bd0",  # local-p and input feeding
     "transformer": "#1f9d6b",
+    "seq2seq_lstm-large": "#d9483b",  # more units and, on Europarl, more layers
+    "luong-paper": "#8e5bd0",  # local-p and input feeding
+}
+LABELS = {
+    "seq2seq_lstm-large": "seq2seq_lstm.py, larger",
+    "luong-paper": "luong.py, the paper's: local-p, input feeding",
 }
 STYLE = "text{fill:#6e7781}.grid{stroke:#8886}.cell{fill:#2f7fd6}"
 FONT = 'font-family="sans-serif" font-size="13"'
@@ -68,7 +73,7 @@ def text(x, y, words, more=""):
 
 
 def dashes(script):
-    return ' stroke-dasharray="6 4"' if script == "luong-paper" else ""
+    return ' stroke-dasharray="6 4"' if script in LABELS else ""
 
 
 class Panel:
@@ -132,21 +137,21 @@ def by_length(pattern):
 
 def draw_lengths():
     built_in = by_length("built-in-{}-?.jsonl")
-    europarl = by_length("europarl-{}.jsonl")
+    europarl = by_length("europarl-{}-?.jsonl")
     parts = Panel(50, "BLEU, built-in corpus, three seeds", built_in, 100).parts
-    parts += Panel(490, "BLEU, Europarl English-French, one seed", europarl, 50).parts
-    for x, (script, color) in zip((60, 215, 345, 455, 790), COLORS.items()):
-        ends = f'x1="{x}" x2="{x + 24}" y1="348" y2="348"'
+    parts += Panel(490, "BLEU, Europarl English-French, three seeds", europarl, 50).parts
+    places = [(60, 352), (215, 352), (345, 352), (455, 352), (60, 374), (345, 374)]
+    for (x, y), (script, color) in zip(places, COLORS.items()):
+        ends = f'x1="{x}" x2="{x + 24}" y1="{y - 4}" y2="{y - 4}"'
         parts.append(f'<line {ends} stroke="{color}" stroke-width="4"{dashes(script)}/>')
-        paper = "luong.py, the paper's: local-p, input feeding"
-        parts.append(text(x + 30, 352, paper if dashes(script) else script + ".py"))
-    write_svg("length.svg", 940, 365, parts)
+        parts.append(text(x + 30, y, LABELS.get(script, script + ".py")))
+    write_svg("length.svg", 940, 390, parts)
 
 
 def draw_precision():
     """The loss of each script in bf16 and in float32, a panel a script."""
     runs = map(json.loads, (HERE / "runs" / "precision.jsonl").read_text().splitlines())
-    looks = dict(bf16=("#2f7fd6", 2.5), float32=("#d68a00", 1.2))
+    looks = dict(bf16=("#2f7fd6", 2.5), float32=("#d68a00", 1.2), rounded=("#d9483b", 1.2))
     parts = []
     for run in runs:
         left = 40 + 230 * SCRIPTS.index(run["script"])
@@ -160,9 +165,12 @@ def draw_precision():
         ]
         stroke = f'fill="none" stroke="{color}" stroke-width="{width}"'
         parts.append(f'<polyline points="{" ".join(points)}" {stroke}/>')
-    for x, (name, (color, width)) in zip((330, 450), looks.items()):
+    for x, (name, (color, width)) in zip((210, 330, 450), looks.items()):
         line = f'x1="{x}" x2="{x + 24}" y1="275" y2="275" stroke="{color}" stroke-width="{width}"'
-        parts += [f"<line {line}/>", text(x + 30, 279, name)]
+        parts += [
+            f"<line {line}/>",
+            text(x + 30, 279, name.replace("rounded", "float32, first weights rounded to bf16")),
+        ]
     write_svg("precision.svg", 940, 290, parts)
 
 

@@ -21,8 +21,8 @@ Deviations from the paper
   p_t = t would start at the wrong end, up to S, the end mark; location goes with global attention.
 - alpha is a_t scaled to 1 (by (10) it is less), read as y_t's; theirs is y_{t-1}'s, by note 14.
 - concat learns all of W_a; the authors fixed the half that meets h-_s to the identity (note 15).
-- --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for
-  speed. Not told, so ours: a beam of 10, translations of n + 50 words at most.
+- --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for speed; a run at
+  the paper's rate differs after any rounding. Not told, so ours: beam 10, at most n + 50 words.
 - Without --paper: small, Adam, label smoothing, no input feeding, greedy: learns in two minutes.
 """
 

@@ -138,8 +138,8 @@ def by_length(pattern):
 def draw_lengths():
     built_in = by_length("built-in-{}-?.jsonl")
     europarl = by_length("europarl-{}-?.jsonl")
-    parts = Panel(50, "BLEU, built-in corpus, three seeds", built_in, 100).parts
-    parts += Panel(490, "BLEU, Europarl English-French, three seeds", europarl, 50).parts
+    parts = Panel(50, "BLEU, built-in corpus", built_in, 100).parts
+    parts += Panel(490, "BLEU, Europarl English-French", europarl, 50).parts
     places = [(60, 352), (215, 352), (345, 352), (455, 352), (60, 374), (345, 374)]
     for (x, y), (script, color) in zip(places, COLORS.items()):
         ends = f'x1="{x}" x2="{x + 24}" y1="{y - 4}" y2="{y - 4}"'

@@ -700,6 +700,7 @@ def bleu_by_length(sources, hypotheses, references):
 def scores(pairs, hypotheses, alphas=None):
     """BLEU, BLEU by length and, with the alignments of pairs that have gold ones, AER."""
     sources, references, *gold = zip(*pairs)
+    sources, references = sentences_of(sources), sentences_of(references)
     return dict(
         bleu=bleu(hypotheses, references),
         aer=aer([links(alpha) for alpha in alphas], gold[0]) if alphas else None,

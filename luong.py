@@ -17,12 +17,12 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
     python luong.py                            built-in corpus: BLEU 97, AER 0.04, 91 s, 2 cores
     python luong.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 Deviations from the paper
-- The source is reversed, as theirs; where they are silent, s counts from 1 in reading order, else
-  p_t = t would start at the wrong end, up to S, the end mark; location goes with global attention.
-- alpha is a_t scaled to 1 (by (10) it is less), read as y_t's; theirs is y_{t-1}'s, by note 14.
+- The source is reversed, as theirs. Where they are silent: s counts from 1 to S, the end mark, in
+  reading order; local-m's p_t = t stops at S; location goes with global attention only.
+- alpha: a_t scaled to sum to 1, read as y_t's; theirs is y_{t-1}'s but for location (note 14).
 - concat learns all of W_a; the authors fixed the half that meets h-_s to the identity (note 15).
-- --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for speed; a run at
-  the paper's rate differs after any rounding. Not told, so ours: beam 10, at most n + 50 words.
+- --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for speed; at lr 1.0
+  any rounding makes it another run. Not told, so ours: beam 10, at most n + 50 words.
 - Without --paper: small, Adam, label smoothing, no input feeding, greedy: learns in two minutes.
 """
 
@@ -69,9 +69,9 @@ class Config:
     optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd is the paper's
     lr: float = 0.006          # learning rate
     warmup: int = 30           # steps until Adam's learning rate is reached; then it falls to 0
-    clip: float = 1.0          # a gradient of greater norm is scaled down to it
+    clip: float = 1.0          # a gradient of greater norm is scaled down to it (0: none is)
     smoothing: float = 0.1     # label smoothing; the paper has none
-    per: typing.Literal["token", "sentence"] = "token"  # whose mean loss the gradient is of
+    per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
     tokens: int = 1024         # source and target tokens in a batch, padding counted
     sentences: int = 1000      # sentences in a batch at most
     accumulate: int = 1        # pieces a batch is computed in, to save memory
@@ -82,7 +82,7 @@ class Config:
     seed: int = 1              # of all that is random
     # decoding
     beam: int = 1              # hypotheses kept; 1 is greedy
-    alpha: float = 0.0         # log p is divided by the length penalty ((5 + |y|) / 6)^alpha
+    alpha: float = 0.0         # not the alignment: log p is divided by ((5 + |y|) / 6)^alpha
     replace_unk: bool = False  # an <unk> becomes the source word it is aligned with
     # fmt: on
 
@@ -142,7 +142,7 @@ class LuongAttention(nn.Module):
     def scores(self, h_t, keys):  # (B,T,S)
         if self.score == "location":
             e = h_t @ self.W_a.T  # eq. (8)
-            return F.pad(e, (0, keys.size(1) - e.size(-1)), value=-torch.inf)
+            return F.pad(e, (0, keys.size(1) - e.size(-1)), value=-torch.inf)  # or cut, to S
         if self.score == "concat":
             W_a_h_t = h_t @ self.W_a[:, : h_t.size(-1)].T
             return torch.tanh(W_a_h_t.unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a
@@ -155,14 +155,14 @@ class LuongAttention(nn.Module):
             t = torch.arange(1, h_t.size(1) + 1, device=h_t.device)  # (T,)
         s = torch.arange(1, h_bar.size(1) + 1, device=h_bar.device)  # (S,)
         S = (~mask).sum(-1).view(-1, 1, 1).float()  # each sentence's own length
-        hidden = mask.unsqueeze(1)  # (B,1,S)
+        outside = mask.unsqueeze(1)  # (B,1,S)
         if self.attention == "local-m":
             p_t = torch.minimum(t.view(-1, 1), S)  # p_t = t, at most S   (B,T,1)
         if self.attention == "local-p":
             p_t = S * torch.sigmoid(torch.tanh(h_t @ self.W_p.T) @ self.v_p).unsqueeze(-1)  # (9)
         if self.attention != "global":
-            hidden = hidden | ((s - p_t).abs() > self.D)  # and what is beyond the window
-        e = self.scores(h_t, keys).masked_fill(hidden, -torch.inf)
+            outside = outside | ((s - p_t).abs() > self.D)  # beyond the window
+        e = self.scores(h_t, keys).masked_fill(outside, -torch.inf)
         a_t = e.softmax(-1)  # eq. (7)   (B,T,S)
         if self.attention == "local-p":
             a_t = a_t * torch.exp(-((s - p_t) ** 2) / (2 * (self.D / 2) ** 2))  # eq. (10)
@@ -171,7 +171,7 @@ class LuongAttention(nn.Module):
 
 
 class DeepLSTM(nn.Module):
-    """LSTM layers with dropout on the input of each; torch's own dropout cannot be recorded."""
+    """LSTM layers with dropout on the input of each; CUDA graphs cannot record torch's dropout."""
 
     def __init__(self, size, hidden, layers, dropout):
         super().__init__()
@@ -179,7 +179,7 @@ class DeepLSTM(nn.Module):
         self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True) for n in sizes)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x, state=None, padding=None):  # x (B,T,E)  state: h and c, each (L,B,H)
+    def forward(self, x, state=None, padding=None):  # x (B,T,E); state h, c (L,B,H) or padding
         last = []
         for n, layer in enumerate(self.layers):
             x = self.drop(x)
@@ -192,7 +192,7 @@ class DeepLSTM(nn.Module):
 
 
 def after_padding(lstm, x, padding):
-    """lstm(x); padding (B,T), in front of a sentence, shuts gate i: its state stays zero."""
+    """lstm(x) as if the padding (B,T) before each sentence were not there; graphs can record it."""
     W_ih, *others = lstm.all_weights[0]
     shut = W_ih.new_zeros(len(W_ih), 8)  # a further input of 8 columns, as GPUs like them,
     shut[: lstm.hidden_size] = -1e4  # that takes i to 0: then c = f o 0 + 0 o g and h = o o tanh(0)
@@ -206,7 +206,7 @@ def after_padding(lstm, x, padding):
 
 
 def turned(x, src):
-    """x (B,S,..) with each sentence's words the other way around, its padding still behind them."""
+    """x (B,S,E), each sentence's words in reverse order, its padding still behind them."""
     length = (src != PAD).sum(1, keepdim=True)
     place = torch.arange(src.size(1), device=src.device)
     index = ((length - 1 - place) % src.size(1)).unsqueeze(-1)
@@ -242,7 +242,7 @@ class LuongNMT(nn.Module):
             h_bar = turned(h_bar, src)
         return self.attention.keys(h_bar), h_bar, src == PAD, h, c  # h, c: after the word read last
 
-    def start(self, memory, room=None):
+    def start(self, memory, room=None):  # room: the Transformer's cache needs it
         _, h_bar, _, h, c = memory
         t = torch.ones(1, dtype=torch.long, device=h.device)
         return h, c, torch.zeros_like(h_bar[:, 0]), t
@@ -316,12 +316,12 @@ COPIES = weakref.WeakKeyDictionary()  # the bf16 copies of models: it takes long
 
 @torch.no_grad()
 def in_bf16(model):
-    """The network that computes: on CUDA the model's copy, brought up to date, else the model."""
+    """On CUDA the model's bf16 copy, its weights brought up to date; elsewhere the model itself."""
     if not next(model.parameters()).is_cuda:
         return model
     if model not in COPIES:
         with torch.inference_mode(False):
-            net = copy.deepcopy(model).half()  # lays LSTM weights out for cuDNN; bf16 would not
+            net = copy.deepcopy(model).half()  # lays RNN weights out for cuDNN; bf16 would not
         for p in net.parameters():
             p.data = p.data.view(torch.bfloat16)
         COPIES[model] = net
@@ -330,15 +330,15 @@ def in_bf16(model):
     return COPIES[model]
 
 
-def graphed(function, device, cold=False):
-    """The function, recorded when it meets new shapes and replayed from then on."""
+def graphed(function, device, compiles=False):
+    """The function as CUDA graphs: recorded when it meets new shapes, replayed from then on."""
     graphs = {}  # by shape: a CUDA graph, the inputs it reads and the output it writes
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def call(*inputs):
-        nonlocal cold
-        if cold:  # the first call compiles, which cannot be recorded
-            cold = False
+        nonlocal compiles
+        if compiles:  # in its first call, which a graph cannot record
+            compiles = False
             return function(*inputs)
         shapes = tuple(x.shape for x in inputs)
         if shapes not in graphs:
@@ -386,16 +386,16 @@ def make_train_step(model, cfg, optimizer=None):
         return loss.detach()
 
     on_gpu = device.type == "cuda"
-    compute = graphed(backward, device, cold=cfg.compile) if on_gpu else backward
+    compute = graphed(backward, device, cfg.compile) if on_gpu else backward
 
     def step(src, tgt):
         net.train()
         words = (tgt[:, 1:] != PAD).sum()
         count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()
         loss = torch.zeros((), device=device)
-        ways = WORLD_SIZE * cfg.accumulate  # the pieces of a batch, one or more a process
-        for k in range(RANK, min(ways, len(src)), WORLD_SIZE):
-            piece = src[k::ways], tgt[k::ways], 1 / count
+        pieces = WORLD_SIZE * cfg.accumulate  # of a batch, one or more a process
+        for k in range(RANK, min(pieces, len(src)), WORLD_SIZE):
+            piece = src[k::pieces], tgt[k::pieces], 1 / count
             loss += compute(*(x.to(device, non_blocking=on_gpu) for x in piece))
         update(model, cfg, optimizer)
         if WORLD_SIZE > 1:
@@ -424,7 +424,7 @@ def update(model, cfg, optimizer):
     for group in optimizer.param_groups:
         group["step"] = group.get("step", 0) + 1  # kept there, so that checkpoints hold it
         group["lr"] = learning_rate(cfg, group["step"])
-    if cfg.clip < math.inf:
+    if 0 < cfg.clip < math.inf:
         nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
@@ -446,7 +446,7 @@ def greedy(model, src, max_len, choose=None):
     def advance():  # in place, so that a graph can do it again
         logits, new_state = net.step(y, state, memory)
         if choose is None:
-            words = logits.argmax(-1).masked_fill(ended, PAD)
+            words = (logits[:, 1:].argmax(-1) + 1).masked_fill(ended, PAD)  # 0, PAD, is no word
         else:  # beam search: which hypotheses go on, and how
             words, rows = choose(logits, out, ended)
             new_state = net.pick(new_state, rows)
@@ -478,7 +478,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     def choose(logits, out, ended):
         log_p = logits.log_softmax(-1, dtype)  # (BK,V)
         log_p[:, PAD] = logits[:, PAD] = -torch.inf
-        words = logits.topk(min(K, logits.size(1))).indices  # no more can be among the best
+        words = logits.topk(min(K, logits.size(1))).indices  # more of one row cannot win
         gain = log_p.gather(1, words)  # (BK,K)
         gain.masked_fill_(ended.unsqueeze(1), -torch.inf)
         gain[:, 0].masked_fill_(ended, 0)  # an ended one goes on in one way alone, at no cost
@@ -502,7 +502,7 @@ def align(model, src, tgt):
 
 def batches_of(pairs, vocabularies, model, tokens=8192):
     """(rows, src, tgt) of all pairs, like lengths together, on the model's device."""
-    bitext = data.Bitext(pairs, vocabularies)
+    bitext = data.Bitext([data.sentences_of(pair[:2]) for pair in pairs], vocabularies)
     device = next(model.parameters()).device
     for rows in bitext.in_order(tokens):
         src, tgt = (torch.from_numpy(x).to(device) for x in bitext.batch(rows))
@@ -514,7 +514,7 @@ def translate(model, sentences, vocabularies):
     cfg = model.cfg
     pairs = [(source, []) for source in data.sentences_of(sentences)]
     for rows, src, _ in batches_of(pairs, vocabularies, model, 32768 // cfg.beam):
-        limit = ((src != PAD).sum(1) + 49).masked_fill(src[:, 0] == EOS, 0)  # n + 50, or nothing
+        limit = ((src != PAD).sum(1) + 49).masked_fill(src[:, 0] == EOS, 0)  # n + 50; 0 if n is 0
         for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
             pairs[row][1][:] = vocabularies[1].decode(numbers)
     if cfg.replace_unk:
@@ -552,7 +552,7 @@ def evaluate(model, pairs, vocabularies):
 
 
 def read_checkpoint(path, device):
-    """What save wrote; nothing in it is run."""
+    """What save wrote, if this script did; code in the file is not run."""
     try:
         saved = torch.load(path, map_location=device, weights_only=True)
         if saved["script"] == Path(__file__).stem:
@@ -654,7 +654,7 @@ def answer(args, device):
 def main(argv=None):
     """The command line; a user's mistake gets one line and status 2."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less waste
-    torch.backends.mkldnn.set_flags(False)  # oneDNN: slower on ARM, and some scripts on x86
+    torch.backends.mkldnn.set_flags(False)  # oneDNN: slower on ARM, on x86 for some scripts
     has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
     with data.one_line_for_mistakes():
         args = data.parse_flags(Config, __doc__, [name for name in has if has[name]], argv)

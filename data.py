@@ -379,7 +379,7 @@ def toy(n, seed=0, max_len=30, split="train"):
 def words_of(sentence):
     """The words of a sentence, which may be a string or a list of words."""
     if isinstance(sentence, str):
-        return sentence.split()
+        return [word.decode() for word in sentence.encode().split()]  # as files are split
     if isinstance(sentence, (list, tuple)) and all(isinstance(word, str) for word in sentence):
         return list(sentence)
     raise TypeError(f"a sentence is a string or a list of words, not {sentence!r:.60}")
@@ -618,6 +618,8 @@ def learn(pairs, sizes=(None, None), min_count=1, joint=False, max_len=None):
         known = [
             i for i in range(4, len(words)) if count[i] >= min_count and words[i] not in SPECIALS
         ]
+        if len(bitext) and not known:
+            raise InputError(f"--min-count {min_count}: no word is that frequent; lower it")
         known.sort(key=lambda i: (-count[i], words[i]))
         kept = [*range(4), *known][: sizes[side]]
         new_number = np.full(len(words), UNK, np.int32)
@@ -635,12 +637,14 @@ class Corpus:
             limit = cfg.max_len or 100
             pairs = read_pairs(*train)
             self.valid = some_pairs(*valid)
-            self.test, self.example = self.valid, self.valid[0][0]  # scored on what chose the model
+            self.test = self.valid  # scored on what chose the model
+            self.examples = [pair[0] for pair in self.valid[:100]]
         else:
             limit = cfg.max_len or 30
             pairs = toy(50000, max_len=limit)
             self.valid = toy(500, max_len=limit, split="valid")
-            self.test, self.example = toy(1000, max_len=limit, split="test"), EXAMPLE.split()
+            self.test = toy(1000, max_len=limit, split="test")
+            self.examples = [EXAMPLE.split()] + [pair[0] for pair in self.test[:99]]
             limit = math.inf  # the grammar keeps to it by itself
         if words:
             self.vocabularies = [Vocabulary(side) for side in words]
@@ -655,7 +659,8 @@ class Corpus:
         source, target = map(len, words)
         self.sizes = dict(src_vocab=source, tgt_vocab=target)
         if self.train.unknown() > 0.2:
-            warn(f"{self.train.unknown():.0%} of one side's words become <unk>; see --src-vocab")
+            share = f"{self.train.unknown():.0%} of one side's words"
+            warn(f"{share} become <unk>; see --src-vocab and --tgt-vocab")
 
     def __str__(self):
         kept, skipped = len(self.train), self.train.skipped
@@ -823,6 +828,7 @@ def print_answers(args, pairs, alphas):
 MAY_CHANGE = (
     "steps every lr warmup clip accumulate average compile align_layer beam alpha replace_unk"
 )
+CLAIMED = []  # the folder that this process trains in
 
 
 def parse_flags(Config, about, devices, argv=None):
@@ -855,7 +861,9 @@ def parse_flags(Config, about, devices, argv=None):
     files = parser.add_argument_group("files")
     files.add_argument("--valid", **pair, help="text to choose the best model by; files may be .gz")
     files.add_argument("--picture", type=Path, help="draw the alignments of 20 sentences, .svg")
-    files.add_argument("--out", type=Path, help="the run's folder [a new one; to use: the latest]")
+    files.add_argument(
+        "--out", type=Path, help=f"the run's folder [a new runs/{script}*; to use: the latest]"
+    )
     files.add_argument("--resume", action="store_true", help="go on with the run in --out")
     files.add_argument("--paper", action="store_true", help="the paper's sizes and recipe")
     files.add_argument("--device", choices=devices, default=devices[-1], help="[the best there is]")
@@ -873,6 +881,8 @@ def parse_flags(Config, about, devices, argv=None):
     if bool(args.train) != bool(args.valid):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
     using = bool(args.translate or args.align or args.test)
+    if using and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise InputError("--translate, --align and --test want one process; leave torchrun out")
     args.out = args.out or default_folder(script, args.resume, using)
     args.terminal = args.translate and os.isatty(0)
     args.draws = args.align or args.picture or args.terminal
@@ -906,12 +916,13 @@ def default_folder(script, resume, using):
     wanted = "model.pt" if using else "log.jsonl"
     files = sorted(Path("runs").glob(f"{script}*/{wanted}"), key=os.path.getmtime)
     if not files:
-        raise InputError(f"runs/: no run of {script}.py; train first, or name one with --out")
+        raise InputError(f"runs/{script}*: no such run; train first, or name one with --out")
     return files[-1].parent
 
 
 def claim(out, resume=False):
     """Makes a new run's folder, which two runs cannot both do; a run to resume has one."""
+    CLAIMED.append(out)
     if resume:
         if not any((out / name).exists() for name in ("last.pt", "log.jsonl")):
             raise InputError(f"{out}: no run to go on with; leave --resume out, or see --out")
@@ -970,6 +981,7 @@ def warn(message):
 def one_line_for_mistakes():
     """Ends the program with one line, and status 2, where the mistake is the user's."""
     status = 2
+    CLAIMED.clear()
     if sys.stderr is None:  # 2>&-
         sys.stderr = io.StringIO()
     try:
@@ -979,7 +991,9 @@ def one_line_for_mistakes():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return
     except KeyboardInterrupt:
-        message, status = "stopped; a training goes on with the same command and --resume", 130
+        message, status = "stopped", 130
+        if CLAIMED:
+            message = f"stopped; the training goes on with --resume --out {CLAIMED[-1]}"
     except InputError as error:
         message = error
     except OSError as error:
@@ -1055,8 +1069,14 @@ def main():
     parser = argparse.ArgumentParser(description="Splits raw text into words, line by line.")
     parser.add_argument("--lower", action="store_true", help="and puts it into lower case")
     lower = parser.parse_args().lower
-    for line in io.TextIOWrapper(sys.stdin.buffer, "utf-8", errors="replace"):
-        print(*tokenize(line.lower() if lower else line))
+    with one_line_for_mistakes():
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            try:
+                text = line.removeprefix(BYTE_ORDER_MARK).decode()
+            except UnicodeDecodeError:
+                raise InputError(f"stdin, line {number}: not UTF-8; convert it first") from None
+            print(*tokenize(text.lower() if lower else text))
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

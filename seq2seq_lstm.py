@@ -469,7 +469,7 @@ def read_checkpoint(path, device):
             return saved
         fault = f"made by {saved['script']}.py"
     except Exception as error:  # a torn file fails in any way it likes
-        fault = type(error).__name__
+        fault = getattr(error, "strerror", None) or type(error).__name__
     raise data.InputError(f"{path}: not a sound checkpoint ({fault}); train first, or see --out")
 
 
@@ -477,28 +477,28 @@ def load(path, device="cpu", **flags):
     """(model, vocabularies) of a run's folder or of one checkpoint; flags change its Config."""
     saved = read_checkpoint(Path(path, "model.pt") if Path(path).is_dir() else path, device)
     model = Model(Config(**data.changed(saved["config"], flags))).to(device)
-    model.load_state_dict(saved["model"])
+    model.load_state_dict(saved.get("model") or data.mean(saved["recent"]))
     return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
 
 
 def fit(model, corpus, out, saved=None):
     """Trains to the last step: model.pt is the best on valid, or --average's; last.pt to resume."""
     cfg = model.cfg
+    about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
+
+    def save(name, **content):
+        data.write(out / name, about | content, torch.save)
+
+    if saved is None:  # so that a run that is stopped before its first look can be resumed
+        saved = dict(step=0, log=[], recent=[])
+        save("last.pt", **saved)
     optimizer = make_optimizer(model, cfg)
-    saved = saved or dict(step=0, log=[], recent=[])
     first, log, recent = saved["step"], saved["log"], saved["recent"]
     if recent:
         model.load_state_dict(recent[-1])
         optimizer.load_state_dict(saved["optimizer"])
     train_step = make_train_step(model, cfg, optimizer)
     begin = time.perf_counter() - (log[-1]["seconds"] if log else 0)
-    about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
-
-    def save(name, **content):
-        data.write(out / name, about | content, torch.save)
-
-    if not recent:  # so that a run that is stopped before its first look can be resumed
-        save("last.pt", step=0, log=[], recent=[])
     batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, first)
     bar = trange(first + 1, cfg.steps + 1, initial=first, total=cfg.steps, disable=RANK > 0 or None)
     for step, batch in zip(bar, batches):
@@ -539,8 +539,7 @@ def train(args, device):
     if RANK == 0:
         model, vocabularies = load(args.out, device, **args.config)
         result = evaluate(model, corpus.test, vocabularies)
-        sources = [corpus.example] + [pair[0] for pair in corpus.test[:99]]
-        pairs = list(zip(sources, translate(model, sources, vocabularies)))
+        pairs = list(zip(corpus.examples, translate(model, corpus.examples, vocabularies)))
         alphas = alignments(model, pairs, vocabularies)
         result |= dict(seconds=time.perf_counter() - begin, seed=cfg.seed)
         result |= dict(gpu_memory_gib=torch.cuda.max_memory_reserved() / 2**30)

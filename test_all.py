@@ -643,8 +643,7 @@ def test_greedy(case):
     forced = model(src, F.pad(tokens, (1, 0), value=BOS))[:, :-1, 1:].argmax(-1) + 1  # never PAD
     for row, best in zip(tokens.tolist(), forced.tolist()):
         end = next((k for k, word in enumerate(row) if word == EOS), len(row))
-        assert row[: end + 1] == best[: end + 1]
-        assert set(row[end + 1 :]) <= {PAD}
+        assert row[: end + 1] == best[: end + 1] and set(row[end + 1 :]) <= {PAD}
     limits = torch.tensor([3, 0, 10, 1])
     want = tokens.masked_fill(torch.arange(tokens.size(1)) >= limits.unsqueeze(1), PAD)
     short = module.greedy(model, src, limits.tolist())
@@ -768,14 +767,14 @@ def test_unknown_words(name, monkeypatch):
 def test_translate(K):
     """Strings or lists, in their order, each as if alone, n + 50 words at most; nothing else."""
     module, model = build("bahdanau", beam=K)
-    words, texts = vocabularies(13, 11), ["w4 w5 w6 w7 w8", "", "w9", " w5  unheard w4 "]
+    words, texts = vocabularies(13, 11), ["w4 w5 w6 w7 w8", "", "w9", " w5  un\u00a0heard w4 "]
     for bias in (5, -1000):  # how likely the end is
         nn.init.constant_(model.W_o.bias[:3].detach(), bias)
         found = module.translate(model, texts, words)
-        assert found == module.translate(model, [text.split() for text in texts], words)
+        assert found == module.translate(model, [re.findall("[^ ]+", x) for x in texts], words)
         for text, got in zip(texts, found):
-            src = torch.tensor([[words[0][word] for word in text.split()] + [EOS]])
-            (row,) = module.beam(model, src, len(text.split()) + 50 if text else 0, K)
+            src = torch.tensor([[words[0][word] for word in re.findall("[^ ]+", text)] + [EOS]])
+            (row,) = module.beam(model, src, src.size(1) + 49 if text else 0, K)
             assert got == words[1].decode(row.tolist())
     assert [len(got) for got in found] == [55, 0, 51, 53]
     for wrong in ([5], [["w4", 5]], [None], ["w4", 5], 5):
@@ -1358,21 +1357,20 @@ VARIANTS = ["transformer --joint", "luong --score location", "luong --attention 
 def test_train_translate_align(name, folder):
     """Train on one's own text, then use the folder alone; what only reads writes nothing."""
     stdout, _ = run(*small(name), "new")
-    assert "60 pairs, 0 left out" in stdout
     *looks, result = read_log("new")
     assert [line["step"] for line in looks] == [4, 8]
     assert {"final", "aer", "bleu_by_length", "seconds", "seed"} <= set(result)
     scores = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}\n".format(**result)
-    assert scores in stdout
+    assert "60 pairs, 0 left out" in stdout and scores in stdout
     soft = np.load("new/align.npz")
     assert np.allclose(soft["alpha_0"].sum(1), 1, atol=1e-5)
-    assert len(Path("new/align.txt").read_text().splitlines()) == len(soft["source"]) == 4
+    assert len(Path("new/align.txt").read_text().splitlines()) == len(soft["source"]) == 3
     words, config = (checkpoint("new/model.pt")[key] for key in ("words", "config"))
     assert (words[0] == words[1]) == config["joint"]
     before, use = contents(), (name.split()[0], "--out", "new")
     lines = ["", *(" ".join(source) for source, _, _ in PAIRS[:3]), "", "words nobody knows"]
     stdout, _ = run(*use, "--translate", stdin="\n".join(lines).encode())
-    assert stdout.split("\n")[:-2] == ["", *soft["target"][1:], ""]
+    assert stdout.split("\n")[:-2] == ["", *soft["target"], ""]
     stdout, _ = run(*use, "--align", *TEXT[1:3])
     for line, (source, target, _) in zip(stdout.splitlines(), PAIRS, strict=True):
         links = [tuple(map(int, link.split("-"))) for link in line.split()]
@@ -1392,13 +1390,14 @@ def test_without_flags(folder, monkeypatch):
     for number in ("", "-2", "-3"):
         stdout, _ = run("bahdanau", *SMALL[7:-1], "--max-len", 8)
         assert f"everything is in runs/bahdanau{number}/" in stdout
-        assert "103 pairs" in stdout
-        assert f"\n{data.EXAMPLE}\n" in stdout
+        assert "103 pairs" in stdout and f"\n{data.EXAMPLE}\n" in stdout
         assert 0 <= read_log(f"runs/bahdanau{number}")[-1]["aer"] <= 1
     for name, age in (("bahdanau", 100), ("bahdanau-2", 10), ("bahdanau-3", 50)):
         os.utime(Path("runs", name, "log.jsonl"), (time.time() - age,) * 2)
     assert "everything is in runs/bahdanau-2/" in run("bahdanau", "--resume", "--steps", 9)[0]
-    assert "no run of luong.py" in refusal("luong", "--translate")
+    assert "runs/luong*: no such run" in refusal("luong", "--translate")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "leave torchrun out" in refusal("luong", "--translate")
 
 
 def test_which_weights_are_kept(folder, monkeypatch):
@@ -1417,7 +1416,7 @@ def test_which_weights_are_kept(folder, monkeypatch):
 def test_load(folder):
     """A folder or a checkpoint, str or Path; flags change how it decodes, and not what it is."""
     load, saved = script("bahdanau").load, checkpoint("run/model.pt")
-    for path in ("run", Path("run"), "run/model.pt", Path("run/model.pt")):
+    for path in ("run", Path("run"), "run/model.pt", Path("run/last.pt")):
         model, vocabularies = load(path, beam=3)
         assert (model.training, model.cfg.beam) == (False, 3)
         assert same(dict(model.state_dict()), dict(saved["model"]))
@@ -1502,8 +1501,8 @@ def sabotaged(fault, owner, function, number, *command):
 
 
 FAULTS = [
-    ("interrupt", script("bahdanau"), "update", 1, 130, "--resume"),
-    ("interrupt", script("bahdanau"), "update", 2, 130, "--resume"),
+    ("interrupt", data, "some_pairs", 1, 130, "^stopped$"),
+    ("interrupt", script("bahdanau"), "update", 2, 130, "goes on with --resume --out new$"),
     ("bad weights", script("bahdanau"), "update", 2, 2, "step 2: the loss is not finite"),
     ("bad loss", data, "show", 2, 2, "step 2: the loss is not finite"),
     *(("full disk", data, "write", n, 2, "not written, File too large; wh") for n in (1, 5, 8)),
@@ -1516,8 +1515,7 @@ FAULTS = [
 def test_faults(fault, owner, function, number, status, message, folder):
     """One line, what was saved before is whole, and --resume ends as if nothing had been."""
     found, _, lines = sabotaged(fault, owner, function, number, *SMALL, "new", *MEAN)
-    assert found == status
-    assert message in (lines or [""])[-1]
+    assert found == status and re.search(message, (lines or [""])[-1])
     assert all(re.match(r"step \d, loss", line) for line in lines[:-1])
     for path in Path("new").glob("*.pt"):
         checkpoint(path)  # is whole
@@ -1690,6 +1688,7 @@ MISTAKES = """
 --train empty empty --valid train.en train.fr | no pair of 1 to 100 words
 --train train.en train.fr --valid empty empty | empty: is empty
 --train train.en train.fr | give both
+--train train.en train.fr --valid train.en train.fr --min-count 999 | --min-count 999
 --train train.en train.fr --translate | not allowed with
 --device cuda:99 | invalid choice: 'cuda:99'
 --step 3 | --step
@@ -1701,7 +1700,6 @@ MISTAKES = """
 --train train.en train.fr --valid train.en train.fr --out /proc/new | /proc/new
 --translate --out nowhere | nowhere
 --translate --out run --hidden 12 | --hidden: 10 in this run
---test empty empty --out run | empty
 --train train.en train.fr --valid train.en train.fr --out train.en | train.en
 luong --score location --attention local-p | use --attention global
 transformer --heads 5 | --heads 5
@@ -1843,9 +1841,8 @@ def test_readme_python(folder):
     for name, shape in (shapes | dict(y=(2, 3, 512), x=(2, 5, 512))).items():
         names[name] = torch.randn(shape)
     names["mask"] = torch.arange(5) >= torch.tensor([[5], [3]])
-    names["AdditiveAttention"] = script("bahdanau").AdditiveAttention
-    names["LuongAttention"] = script("luong").LuongAttention
-    names["MultiHeadAttention"] = script("transformer").MultiHeadAttention
+    kinds = ["AdditiveAttention", "LuongAttention", "MultiHeadAttention"]
+    names |= {kind: getattr(script(name), kind) for name, kind in zip([*SCRIPTS][1:], kinds)}
     blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
     assert len(blocks) == 3
     exec(blocks[0], names)
@@ -1897,20 +1894,23 @@ def test_at_a_terminal(folder, monkeypatch):
     assert said.count("from 0.05 ·") == 2
 
 
-@pytest.mark.parametrize(
-    "raw, words",
-    [
-        ("L'accord, c'est signé.", "L' accord , c' est signé ."),
-        ("The king's dog didn't sleep.", "The king 's dog didn 't sleep ."),
-        ("Aujourd'hui 3.5% of 1,000 (or so)...", "Aujourd' hui 3.5 % of 1,000 ( or so ) ..."),
-        ('Mr. Smith: "qu\'il dort!"', 'Mr. Smith : " qu\' il dort ! "'),
-        ("the nurses' cat", "the nurses ' cat"),
-        ("", ""),
-    ],
-)
-def test_tokenize(raw, words):
-    """As Moses splits it, and once split it stays so."""
-    assert " ".join(data.tokenize(raw)) == words
+TOKENS = """\
+L'accord, c'est signé. | L' accord , c' est signé .
+The king's dog didn't sleep. | The king 's dog didn 't sleep .
+Aujourd'hui 3.5% of 1,000 (or so)... | Aujourd' hui 3.5 % of 1,000 ( or so ) ...
+Mr. Smith: "qu'il dort!" | Mr. Smith : " qu' il dort ! "
+the nurses' cat | the nurses ' cat
+ | """
+
+
+def test_tokenize():
+    """As Moses splits it, a line for a line; what is not UTF-8 is refused."""
+    raw, words = zip(*(line.split(" | ") for line in TOKENS.split("\n")))
+    command = [sys.executable, HERE / "data.py"]
+    done = subprocess.run(command, input="\r\n".join(raw).encode("utf-8-sig"), capture_output=True)
+    assert done.stdout.decode() == "\n".join(words)
+    done = subprocess.run(command, input=b"one\rtwo\ncaf\xe9\n", capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr[:15]) == (2, b"one two\n", b"stdin, line 2: ")
 
 
 # ---- on a GPU -------------------------------------------------------------------------------

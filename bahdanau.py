@@ -557,9 +557,9 @@ def fit(model, corpus, out, saved=None):
 
 def train(args, device):
     """Trains a new run, or goes on with one, and reports on it."""
+    begin = time.perf_counter()
     last = args.out / "last.pt"  # a run that had hardly begun has none
     saved = read_checkpoint(last, device) if args.resume and last.exists() else None
-    begin = time.perf_counter() - (saved["log"][-1]["seconds"] if saved and saved["log"] else 0)
     cfg = Config(**(data.changed(saved["config"], args.config) if saved else args.config))
     files = (args.train, args.valid) if args.train or not saved else saved["files"]
     corpus = data.Corpus(cfg, *files, saved["words"] if saved else None)

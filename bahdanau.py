@@ -255,7 +255,6 @@ Parts = (AdditiveAttention, GatedUnit)  # what --compile compiles
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets both
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 COPIES = weakref.WeakKeyDictionary()  # the bf16 copies of models: it takes long to make one
-RECORDED = {}  # by device: the stream graphs are recorded on, and the last, whose memory all use
 
 
 @torch.no_grad()
@@ -277,23 +276,23 @@ def in_bf16(model):
 def graphed(function, device, compiles=False):
     """The function as CUDA graphs: recorded when it meets new shapes, replayed from then on."""
     graphs = {}  # by shape: a CUDA graph, the inputs it reads and the output it writes
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def call(*inputs):
         nonlocal compiles
         if compiles:  # in its first call, which a graph cannot record
             compiles = False
-            output = function(*inputs)
-            torch.cuda.empty_cache()  # a graph cannot use what others have left behind
-            return output
+            return function(*inputs)
         shapes = tuple(x.shape for x in inputs)
         if shapes not in graphs:
-            stream, last = RECORDED.get(device, (torch.cuda.Stream(device), None))
             graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
+            torch.cuda.synchronize(device)
+            if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
+                torch.cuda.empty_cache()  # a recording cannot use what others have left behind
             with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
-                graph.capture_begin(last and last.pool(), "relaxed")  # kernels may be loading
+                graph.capture_begin(pool, "relaxed")  # libraries may be loading their kernels
                 output = function(*buffers)
                 graph.capture_end()
-            RECORDED[device] = stream, graph
             graphs[shapes] = graph, buffers, output
         graph, buffers, output = graphs[shapes]
         for buffer, x in zip(buffers, inputs):
@@ -316,21 +315,20 @@ def make_train_step(model, cfg, optimizer=None):
     optimizer = optimizer or make_optimizer(model, cfg)
     net = in_bf16(model)
     device = next(model.parameters()).device
-    on_cuda = device.type == "cuda"
-    criterion = compile_parts(net) if cfg.compile and on_cuda else summed_loss
+    criterion = compile_parts(net) if cfg.compile and net is not model else summed_loss
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
 
     def backward(src, tgt, scale):
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
         loss.backward()
-        if on_cuda:
+        if net is not model:
             for p, q in zip(model.parameters(), net.parameters()):
                 p.grad.add_(q.grad)
             net.zero_grad()
         return loss.detach()
 
-    compute = graphed(backward, device, cfg.compile) if on_cuda else backward
+    compute = graphed(backward, device, cfg.compile) if net is not model else backward
 
     def step(src, tgt):
         net.train()
@@ -340,7 +338,7 @@ def make_train_step(model, cfg, optimizer=None):
         pieces = WORLD_SIZE * cfg.accumulate  # of a batch, one or more a process
         for k in range(RANK, min(pieces, len(src)), WORLD_SIZE):
             piece = src[k::pieces], tgt[k::pieces], 1 / count
-            loss += compute(*(x.to(device, non_blocking=on_cuda) for x in piece))
+            loss += compute(*(x.to(device, non_blocking=net is not model) for x in piece))
         update(model, cfg, optimizer)
         if WORLD_SIZE > 1:
             dist.all_reduce(loss)
@@ -449,9 +447,8 @@ def batches_of(pairs, vocabularies, model, tokens=8192):
     """(rows, src, tgt) of all pairs, like lengths together, on the model's device."""
     bitext = data.Bitext([data.sentences_of(pair[:2]) for pair in pairs], vocabularies)
     device = next(model.parameters()).device
-    unit = 16 if device.type == "cuda" else 1  # masks of other widths are slower there
     for rows in bitext.in_order(tokens):
-        src, tgt = (torch.from_numpy(x).to(device) for x in bitext.batch(rows, unit))
+        src, tgt = (torch.from_numpy(x).to(device) for x in bitext.batch(rows))
         yield rows, src, tgt
 
 
@@ -459,7 +456,8 @@ def translate(model, sentences, vocabularies):
     """The words of each sentence's translation, found as model.cfg says: greedy or beam."""
     cfg = model.cfg
     pairs = [(source, []) for source in data.sentences_of(sentences)]
-    for rows, src, _ in batches_of(pairs, vocabularies, model, 65536 // cfg.beam):
+    tokens = 65536 if next(model.parameters()).is_cuda else 16384  # what is fastest there
+    for rows, src, _ in batches_of(pairs, vocabularies, model, tokens // cfg.beam):
         limit = ((src != PAD).sum(1) + 49).masked_fill(src[:, 0] == EOS, 0)  # n + 50; 0 if n is 0
         for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
             pairs[row][1][:] = vocabularies[1].decode(numbers)
@@ -548,10 +546,12 @@ def fit(model, corpus, out, saved=None):
         log.append(dict(step=step, loss=loss.item(), valid_loss=valid_loss, seconds=seconds))
         data.show(bar, log[-1])
         recent = [*recent, copy.deepcopy(model.state_dict())][-cfg.average :]
-        if best or cfg.average > 1 or not (out / "model.pt").exists():
+        if best or cfg.average > 1:
             save("model.pt", model=data.mean(recent))
         save("last.pt", step=step, log=log, recent=recent, optimizer=optimizer.state_dict())
         data.write_log(out, log)
+    if not (out / "model.pt").exists():  # only last.pt was at hand
+        save("model.pt", model=data.mean(recent))
     return log
 
 

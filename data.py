@@ -557,7 +557,7 @@ class Bitext:
         """Rows of like length, in batches of at most so many tokens, to score or translate."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        cuts = cut(longest[order], tokens)
+        cuts = cut(longest[order], tokens, tokens // 32)  # short ones may have long translations
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
     def batches(self, tokens, sentences, seed, step=0):

@@ -1167,9 +1167,9 @@ def test_batches():
     assert len(shapes) < 40 and shapes.most_common(1)[0][1] > 10
     scored = bitext.in_order(500)
     assert sorted(itertools.chain(*scored)) == list(range(len(pairs)))
-    assert all(len(rows) * sum(n[rows].max() for n in bitext.lengths) <= 500 for rows in scored)
-    sources = [bitext.batch(rows)[0] for rows in scored]
-    assert sum((src == PAD).sum() for src in sources) < 0.2 * sum(src.size for src in sources)
+    widths = [max(32, sum(n[rows].max() for n in bitext.lengths)) for rows in scored]
+    assert all(len(rows) * width <= 500 for rows, width in zip(scored, widths))
+    assert 5 * sum((bitext.batch(x)[0] == PAD).sum() for x in scored) < bitext.lengths[0].sum()
 
 
 def test_the_step_alone_says_which_batch():
@@ -1588,8 +1588,9 @@ def test_resume(folder, monkeypatch):
     same_run("run", "again")
     for file in ("model.pt", "log.jsonl", "align.npz", "align.txt", "align.svg"):
         Path("again", file).unlink()
-    run("bahdanau", "--out", "again", "--resume", "--steps", 13, "--lr", 9)  # last.pt is enough
+    run("bahdanau", "--out", "again", "--resume")  # last.pt is enough, if only to report
     assert sorted(os.listdir("again")) == sorted(os.listdir("run"))
+    run("bahdanau", "--out", "again", "--resume", "--steps", 13)
     command = [*SMALL, "joint", "--joint", "--tgt-vocab", 20]  # which says nothing with --joint
     run(*command)
     run(*command, "--resume")

@@ -883,6 +883,8 @@ def parse_flags(Config, about, devices, argv=None):
     using = bool(args.translate or args.align or args.test)
     if using and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise InputError("--translate, --align and --test want one process; leave torchrun out")
+    if args.picture and not (args.translate or args.align):
+        raise InputError(f"--picture {args.picture}: goes with --translate or --align")
     args.out = args.out or default_folder(script, args.resume, using)
     args.terminal = args.translate and os.isatty(0)
     args.draws = args.align or args.picture or args.terminal

@@ -1167,8 +1167,7 @@ def test_batches():
     assert len(shapes) < 40 and shapes.most_common(1)[0][1] > 10
     scored = bitext.in_order(500)
     assert sorted(itertools.chain(*scored)) == list(range(len(pairs)))
-    widths = [max(32, sum(n[rows].max() for n in bitext.lengths)) for rows in scored]
-    assert all(len(rows) * width <= 500 for rows, width in zip(scored, widths))
+    assert all(len(x) * max(32, sum(n[x].max() for n in bitext.lengths)) <= 500 for x in scored)
     assert 5 * sum((bitext.batch(x)[0] == PAD).sum() for x in scored) < bitext.lengths[0].sum()
 
 
@@ -1690,6 +1689,7 @@ MISTAKES = """
 --train train.en train.fr | give both
 --train train.en train.fr --valid train.en train.fr --min-count 999 | --min-count 999
 --train train.en train.fr --translate | not allowed with
+--test train.en train.fr --out run --picture a.svg | --picture a.svg: goes with
 --device cuda:99 | invalid choice: 'cuda:99'
 --step 3 | --step
 --every 0 | --every 0: must be at least 1

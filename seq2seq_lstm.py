@@ -136,7 +136,7 @@ def turned(x, src):
     """x (B,S,E), each sentence's words in reverse order, its padding still behind them."""
     length = (src != PAD).sum(1, keepdim=True)
     place = torch.arange(src.size(1), device=src.device)
-    index = ((length - 1 - place) % src.size(1)).unsqueeze(-1)
+    index = ((length - 1 - place) % src.size(1)).unsqueeze(-1)  # below 0: padding, from the end
     return x.gather(1, index.expand_as(x))
 
 
@@ -214,7 +214,7 @@ def learning_rate(cfg, step):
     return cfg.lr * 0.5 ** max(half_epochs - 9, 0)
 
 
-Model = Seq2Seq
+Model = Seq2Seq  # its name from here on
 Parts = ()  # what --compile compiles: cuDNN has fused it all
 
 # ---- the same in every script from here on ----
@@ -233,7 +233,7 @@ def in_bf16(model):
         with torch.inference_mode(False):
             net = copy.deepcopy(model).half()  # lays RNN weights out for cuDNN; bf16 would not
         for p in net.parameters():
-            p.data = p.data.view(torch.bfloat16)
+            p.data = p.data.view(torch.bfloat16)  # the layout alone; the values come below
         COPIES[model] = net
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, and long, for every shape
     torch._foreach_copy_(list(COPIES[model].parameters()), list(model.parameters()))
@@ -280,11 +280,11 @@ def summed_loss(logits, y, smoothing=0.0):
 def make_train_step(model, cfg, optimizer=None):
     """step(src, tgt) -> loss per target word: forward, backward, clip, update; on CUDA in bf16."""
     optimizer = optimizer or make_optimizer(model, cfg)
-    net = in_bf16(model)
+    net = in_bf16(model)  # on CUDA a copy, elsewhere the model itself
     device = next(model.parameters()).device
     criterion = compile_parts(net) if cfg.compile and net is not model else summed_loss
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p)  # for good: graphs add to this very tensor
 
     def backward(src, tgt, scale):
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
@@ -300,7 +300,7 @@ def make_train_step(model, cfg, optimizer=None):
     def step(src, tgt):
         net.train()
         words = (tgt[:, 1:] != PAD).sum()
-        count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()
+        count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()  # sentences
         loss = torch.zeros((), device=device)
         pieces = WORLD_SIZE * cfg.accumulate  # of a batch, one or more a process
         for k in range(RANK, min(pieces, len(src)), WORLD_SIZE):
@@ -309,15 +309,15 @@ def make_train_step(model, cfg, optimizer=None):
         update(model, cfg, optimizer)
         if WORLD_SIZE > 1:
             dist.all_reduce(loss)
-        return loss * (count / words)
+        return loss * (count / words)  # per word, whatever was counted
 
     return step
 
 
 def compile_parts(net):
     """Has torch.compile fuse the network's Parts; returns the loss, fused likewise."""
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # torch 2.11: with it
-        torch._inductor.config.triton.mix_order_reduction = False  # LayerNorm's gradient is slow
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # torch 2.11 has it
+        torch._inductor.config.triton.mix_order_reduction = False  # slow in LayerNorm's gradient
     torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
     for part in net.modules():
         if isinstance(part, Parts):
@@ -336,8 +336,8 @@ def update(model, cfg, optimizer):
     if 0 < cfg.clip < math.inf:
         nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    in_bf16(model)
+    optimizer.zero_grad(set_to_none=False)  # graphs hold these tensors
+    in_bf16(model)  # the copy gets the new weights
 
 
 @torch.inference_mode()
@@ -377,36 +377,36 @@ def greedy(model, src, max_len, choose=None):
 
 
 def beam(model, src, max_len, K, penalty=0.0):
-    """The best of K hypotheses a sentence by log p / ((5 + |y|) / 6)^penalty, Wu et al. 2016."""
+    """Of K hypotheses a sentence the best by log p / ((5 + |y|) / 6)^penalty, Wu et al. 2016."""
     if K == 1:
         return greedy(model, src, max_len)
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float)
     score = torch.full((len(src), K), -torch.inf, dtype=dtype, device=src.device)
     score[:, 0] = 0  # at first a sentence's hypotheses are the same: one begins
-    first = torch.arange(len(src), device=src.device).unsqueeze(1) * K  # rows of out and logits
+    first = torch.arange(len(src), device=src.device).unsqueeze(1) * K  # each one's first row
 
     def choose(logits, out, ended):
         log_p = logits.log_softmax(-1, dtype)  # (BK,V)
         log_p[:, PAD] = logits[:, PAD] = -torch.inf
-        words = logits.topk(min(K, logits.size(1))).indices  # more of one row cannot win
+        words = logits.topk(min(K, logits.size(1))).indices  # no row has more than K winners
         gain = log_p.gather(1, words)  # (BK,K)
         gain.masked_fill_(ended.unsqueeze(1), -torch.inf)
         gain[:, 0].masked_fill_(ended, 0)  # an ended one goes on in one way alone, at no cost
         words.masked_fill_(ended.unsqueeze(1), PAD)
         total = score.view(-1, 1) + gain
-        length = ((out != PAD).sum(1) + ~ended).to(dtype).unsqueeze(1)
+        length = ((out != PAD).sum(1) + ~ended).to(dtype).unsqueeze(1)  # this word too
         rank = total / ((5 + length) / 6) ** penalty
-        best = rank.view(len(src), -1).topk(K).indices + first * gain.size(1)  # (B,K) of K K
+        best = rank.view(len(src), -1).topk(K).indices + first * gain.size(1)  # (B,K), sorted
         score.copy_(total.flatten()[best])
         return words.flatten()[best.flatten()], best.flatten() // gain.size(1)
 
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src)).repeat_interleave(K)
-    return greedy(model, src.repeat_interleave(K, 0), limit, choose)[::K]
+    return greedy(model, src.repeat_interleave(K, 0), limit, choose)[::K]  # the best is first
 
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """alpha (B,T,S) of a given target, in one forced pass."""
+    """alpha (B,T,S) of a given target, in one forced pass; in the model's own floats, not bf16."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
@@ -434,7 +434,7 @@ def translate(model, sentences, vocabularies):
 
 
 def alignments(model, pairs, vocabularies):
-    """alpha of each pair: a row a target word, a column a source word, the end marks last."""
+    """alpha of each pair: a row per target word, a column per source word, the end marks last."""
     pairs = [data.sentences_of(pair[:2]) for pair in pairs]
     found = [None] * len(pairs)
     for rows, src, tgt in batches_of(pairs, vocabularies, model):
@@ -457,7 +457,7 @@ def evaluate(model, pairs, vocabularies):
     """Loss, perplexity, BLEU and, where there is gold, alignment error on a test set."""
     loss = loss_of(model, pairs, vocabularies)
     hypotheses = translate(model, [pair[0] for pair in pairs], vocabularies)
-    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None
+    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None  # [2]: gold
     return dict(loss=loss, ppl=math.exp(min(loss, 700))) | data.scores(pairs, hypotheses, alphas)
 
 
@@ -477,12 +477,12 @@ def load(path, device="cpu", **flags):
     """(model, vocabularies) of a run's folder or of one checkpoint; flags change its Config."""
     saved = read_checkpoint(Path(path, "model.pt") if Path(path).is_dir() else path, device)
     model = Model(Config(**data.changed(saved["config"], flags))).to(device)
-    model.load_state_dict(saved.get("model") or data.mean(saved["recent"]))
+    model.load_state_dict(saved.get("model") or data.mean(saved["recent"]))  # last.pt's
     return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
 
 
 def fit(model, corpus, out, saved=None):
-    """Trains to the last step: model.pt is the best on valid, or --average's; last.pt to resume."""
+    """Trains to the last step. model.pt: best on valid, or --average's mean; last.pt: to resume."""
     cfg = model.cfg
     about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
 
@@ -493,20 +493,20 @@ def fit(model, corpus, out, saved=None):
         saved = dict(step=0, log=[], recent=[])
         save("last.pt", **saved)
     optimizer = make_optimizer(model, cfg)
-    first, log, recent = saved["step"], saved["log"], saved["recent"]
+    done, log, recent = saved["step"], saved["log"], saved["recent"]
     if recent:
         model.load_state_dict(recent[-1])
         optimizer.load_state_dict(saved["optimizer"])
     train_step = make_train_step(model, cfg, optimizer)
     begin = time.perf_counter() - (log[-1]["seconds"] if log else 0)
-    batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, first)
-    bar = trange(first + 1, cfg.steps + 1, initial=first, total=cfg.steps, disable=RANK > 0 or None)
+    batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, done)
+    bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=RANK > 0 or None)
     for step, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that no random state need be saved
         loss = train_step(*(torch.from_numpy(x) for x in batch))
         if step % cfg.every and step < cfg.steps:
             continue
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):  # not worth compiling anew
             valid_loss = loss_of(model, corpus.valid, corpus.vocabularies)
         best = all(valid_loss < line["valid_loss"] for line in log)
         seconds = time.perf_counter() - begin
@@ -517,7 +517,7 @@ def fit(model, corpus, out, saved=None):
             save("model.pt", model=data.mean(recent))
         save("last.pt", step=step, log=log, recent=recent, optimizer=optimizer.state_dict())
         data.write_log(out, log)
-    if not (out / "model.pt").exists():  # only last.pt was at hand
+    if not (out / "model.pt").exists():  # resumed without it, and not better since
         save("model.pt", model=data.mean(recent))
     return log
 

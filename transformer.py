@@ -14,11 +14,11 @@ Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762
 
     python transformer.py                      built-in corpus: BLEU 97, AER 0.07, 97 s, 2 cores
     python transformer.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
-It draws the last layer's attention to the source, heads averaged: of 2 or 4 layers the best one.
+It draws the last layer's attention, heads averaged: the best aligned of 2 or 4; of 6 the 5th is.
 Deviations from the paper
-- Words are what stands between spaces, so that nothing else is needed, not 37,000 byte pairs.
-- The paper tells no initial weights: embeddings N(0, 1/d_model), biases 0, others Glorot, but the
-  last of each sublayer / sqrt(2N), or deep models hardly learn. bf16 on CUDA, for speed.
+- Words are split at spaces, not into 37,000 byte pairs, so that no other program is needed.
+- Initial weights, which the paper does not give: embeddings N(0, 1/d_model), biases 0, the rest
+  Glorot, each sublayer's last / sqrt(2N), or deep models hardly learn. bf16 on CUDA, for speed.
 - Sentences over 100 words are left out; averaged checkpoints are --every steps, not minutes, apart.
 - Without --paper: small, no dropout, two vocabularies, greedy, a rate that also falls to 0.
 """
@@ -99,12 +99,12 @@ class Config:
         return cls(**words | sizes | recipe | batches | overrides)
 
 
-# Q queries, K keys, V values, x source, y target. Shapes: B batch, S source, T target (queries), V
-# vocabulary, h heads, d_k = d_model / h. A mask: True, or -inf to be added, where nobody may look.
+# Q queries, K keys, V values (in shapes vocabulary), x source, y target. Shapes: B batch, S source,
+# T target (queries), h heads, d_k = d_model / h. A mask is True, or -inf, where nobody may look.
 
 
 class MultiHeadAttention(nn.Module):
-    """Several ways to look, each in a space of its own, 3.2.2; it takes what project gives."""
+    """Section 3.2.2: project applies W^Q, W^K, W^V; forward lets each head look and applies W^O."""
 
     def __init__(self, d_model, heads):
         super().__init__()
@@ -127,13 +127,13 @@ class MultiHeadAttention(nn.Module):
     def hide(mask, dtype):  # what to add to the scores: minus infinity where the mask is True
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
 
-    def project(self, x, which="QKV"):  # x W^Q, x W^K, x W^V, or some   (B,T,1 to 3,h,d_k)
-        first = "QKV".index(which)
+    def project(self, x, which="QKV"):  # x W^Q, x W^K, x W^V   (B,T,len(which),h,d_k)
+        first = "QKV".index(which)  # "QKV", "Q" or "KV": neighbours in W_QKV
         W = self.W_QKV.weight.unflatten(0, (3, -1))[first : first + len(which)].flatten(0, 1)
         return F.linear(x, W).unflatten(-1, (len(which), self.heads, -1))
 
     def forward(self, Q, K, V, mask=None, need_alpha=False):  # Q (B,T,h,d_k)  K, V (B,S,h,d_k)
-        Q, K, V = (x.transpose(1, 2) for x in (Q, K, V))  # (B,h,T,d_k)
+        Q, K, V = (x.transpose(1, 2) for x in (Q, K, V))  # (B,h,T or S,d_k)
         heads, alpha = self.attention(Q, K, V, mask, need_alpha)
         return self.W_O(heads.transpose(1, 2).flatten(2)), alpha  # section 3.2.2   (B,T,d_model)
 
@@ -172,15 +172,15 @@ class DecoderLayer(nn.Module):
         self.norm_3 = nn.LayerNorm(cfg.d_model)
 
     def forward(self, y, ahead, source, mask, cache=None, t=None, need_alpha=False):
-        """y (B,T,d_model), or its t-th word and a cache; source: K and V, (B,S,2,h,d_k)."""
+        """y (B,T,d_model), or with a cache (B,1,d_model), word t; source: K, V (B,S,2,h,d_k)."""
         QKV = self.self_attention.project(y)
         Q, K, V = QKV.unbind(2)
-        if cache is not None:
+        if cache is not None:  # (B,room,2,h,d_k), written in place; ahead hides what is empty yet
             K, V = cache.index_copy_(1, t, QKV[:, :, 1:]).unbind(2)
         a, _ = self.self_attention(Q, K, V, ahead)  # section 3.2.3
         y = self.norm_1(y + self.drop(a))
-        Q, K, V = self.source_attention.project(y, "Q").squeeze(2), *source.unbind(2)
-        c, alpha = self.source_attention(Q, K, V, mask, need_alpha)
+        Q = self.source_attention.project(y, "Q").squeeze(2)
+        c, alpha = self.source_attention(Q, *source.unbind(2), mask, need_alpha)
         y = self.norm_2(y + self.drop(c))
         return self.norm_3(y + self.drop(self.ffn(y))), alpha
 
@@ -199,7 +199,7 @@ class Transformer(nn.Module):
         self.init(cfg)
 
     def init(self, cfg):
-        """Glorot, with less of a sublayer's last matrix: see the deviations."""
+        """Glorot, but a sublayer's last matrix is divided by sqrt(2N): see the deviations."""
         for name, p in self.named_parameters():
             if name.startswith("E_"):
                 nn.init.normal_(p, 0, cfg.d_model**-0.5)
@@ -224,7 +224,7 @@ class Transformer(nn.Module):
     def embed(self, E, words, PE):
         return self.drop(E(words) * math.sqrt(self.cfg.d_model) + PE)  # sections 3.4, 3.5
 
-    def encode(self, src):
+    def encode(self, src):  # the mask, then the source's K and V for each decoder layer
         PE, _ = self.tables(src.size(1))
         x = self.embed(self.E_x, src, PE)  # (B,S,d_model)
         mask = MultiHeadAttention.hide(src == PAD, x.dtype)[:, None, None]  # (B,1,1,S)
@@ -232,7 +232,7 @@ class Transformer(nn.Module):
             x = layer(x, mask)
         return mask, *(layer.source_attention.project(x, "KV") for layer in self.decoder)
 
-    def start(self, memory, room=256):  # t = 0, tables, and room for K and V in each layer
+    def start(self, memory, room=256):  # t = 0, tables, empty caches: for so many steps at most
         mask, *sources = memory
         t = torch.zeros(1, dtype=torch.long, device=mask.device)
         caches = (KV.new_zeros(len(KV), room, *KV.shape[2:]) for KV in sources)
@@ -264,7 +264,7 @@ class Transformer(nn.Module):
 
 
 def make_optimizer(model, cfg):
-    """Section 5.3."""
+    """Section 5.3; update sets the rate, (3), before each step."""
     return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
 
@@ -274,7 +274,7 @@ def learning_rate(cfg, step):
     return rate * max(1 - (step - 1) / cfg.steps, 0) if cfg.cooldown else rate
 
 
-Model = Transformer
+Model = Transformer  # its name from here on
 Parts = (EncoderLayer, DecoderLayer)  # what --compile compiles
 
 # ---- the same in every script from here on ----
@@ -293,7 +293,7 @@ def in_bf16(model):
         with torch.inference_mode(False):
             net = copy.deepcopy(model).half()  # lays RNN weights out for cuDNN; bf16 would not
         for p in net.parameters():
-            p.data = p.data.view(torch.bfloat16)
+            p.data = p.data.view(torch.bfloat16)  # the layout alone; the values come below
         COPIES[model] = net
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, and long, for every shape
     torch._foreach_copy_(list(COPIES[model].parameters()), list(model.parameters()))
@@ -340,11 +340,11 @@ def summed_loss(logits, y, smoothing=0.0):
 def make_train_step(model, cfg, optimizer=None):
     """step(src, tgt) -> loss per target word: forward, backward, clip, update; on CUDA in bf16."""
     optimizer = optimizer or make_optimizer(model, cfg)
-    net = in_bf16(model)
+    net = in_bf16(model)  # on CUDA a copy, elsewhere the model itself
     device = next(model.parameters()).device
     criterion = compile_parts(net) if cfg.compile and net is not model else summed_loss
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p)  # for good: graphs add to this very tensor
 
     def backward(src, tgt, scale):
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
@@ -360,7 +360,7 @@ def make_train_step(model, cfg, optimizer=None):
     def step(src, tgt):
         net.train()
         words = (tgt[:, 1:] != PAD).sum()
-        count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()
+        count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()  # sentences
         loss = torch.zeros((), device=device)
         pieces = WORLD_SIZE * cfg.accumulate  # of a batch, one or more a process
         for k in range(RANK, min(pieces, len(src)), WORLD_SIZE):
@@ -369,15 +369,15 @@ def make_train_step(model, cfg, optimizer=None):
         update(model, cfg, optimizer)
         if WORLD_SIZE > 1:
             dist.all_reduce(loss)
-        return loss * (count / words)
+        return loss * (count / words)  # per word, whatever was counted
 
     return step
 
 
 def compile_parts(net):
     """Has torch.compile fuse the network's Parts; returns the loss, fused likewise."""
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # torch 2.11: with it
-        torch._inductor.config.triton.mix_order_reduction = False  # LayerNorm's gradient is slow
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # torch 2.11 has it
+        torch._inductor.config.triton.mix_order_reduction = False  # slow in LayerNorm's gradient
     torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
     for part in net.modules():
         if isinstance(part, Parts):
@@ -396,8 +396,8 @@ def update(model, cfg, optimizer):
     if 0 < cfg.clip < math.inf:
         nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    in_bf16(model)
+    optimizer.zero_grad(set_to_none=False)  # graphs hold these tensors
+    in_bf16(model)  # the copy gets the new weights
 
 
 @torch.inference_mode()
@@ -437,36 +437,36 @@ def greedy(model, src, max_len, choose=None):
 
 
 def beam(model, src, max_len, K, penalty=0.0):
-    """The best of K hypotheses a sentence by log p / ((5 + |y|) / 6)^penalty, Wu et al. 2016."""
+    """Of K hypotheses a sentence the best by log p / ((5 + |y|) / 6)^penalty, Wu et al. 2016."""
     if K == 1:
         return greedy(model, src, max_len)
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float)
     score = torch.full((len(src), K), -torch.inf, dtype=dtype, device=src.device)
     score[:, 0] = 0  # at first a sentence's hypotheses are the same: one begins
-    first = torch.arange(len(src), device=src.device).unsqueeze(1) * K  # rows of out and logits
+    first = torch.arange(len(src), device=src.device).unsqueeze(1) * K  # each one's first row
 
     def choose(logits, out, ended):
         log_p = logits.log_softmax(-1, dtype)  # (BK,V)
         log_p[:, PAD] = logits[:, PAD] = -torch.inf
-        words = logits.topk(min(K, logits.size(1))).indices  # more of one row cannot win
+        words = logits.topk(min(K, logits.size(1))).indices  # no row has more than K winners
         gain = log_p.gather(1, words)  # (BK,K)
         gain.masked_fill_(ended.unsqueeze(1), -torch.inf)
         gain[:, 0].masked_fill_(ended, 0)  # an ended one goes on in one way alone, at no cost
         words.masked_fill_(ended.unsqueeze(1), PAD)
         total = score.view(-1, 1) + gain
-        length = ((out != PAD).sum(1) + ~ended).to(dtype).unsqueeze(1)
+        length = ((out != PAD).sum(1) + ~ended).to(dtype).unsqueeze(1)  # this word too
         rank = total / ((5 + length) / 6) ** penalty
-        best = rank.view(len(src), -1).topk(K).indices + first * gain.size(1)  # (B,K) of K K
+        best = rank.view(len(src), -1).topk(K).indices + first * gain.size(1)  # (B,K), sorted
         score.copy_(total.flatten()[best])
         return words.flatten()[best.flatten()], best.flatten() // gain.size(1)
 
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src)).repeat_interleave(K)
-    return greedy(model, src.repeat_interleave(K, 0), limit, choose)[::K]
+    return greedy(model, src.repeat_interleave(K, 0), limit, choose)[::K]  # the best is first
 
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """alpha (B,T,S) of a given target, in one forced pass."""
+    """alpha (B,T,S) of a given target, in one forced pass; in the model's own floats, not bf16."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
@@ -494,7 +494,7 @@ def translate(model, sentences, vocabularies):
 
 
 def alignments(model, pairs, vocabularies):
-    """alpha of each pair: a row a target word, a column a source word, the end marks last."""
+    """alpha of each pair: a row per target word, a column per source word, the end marks last."""
     pairs = [data.sentences_of(pair[:2]) for pair in pairs]
     found = [None] * len(pairs)
     for rows, src, tgt in batches_of(pairs, vocabularies, model):
@@ -517,7 +517,7 @@ def evaluate(model, pairs, vocabularies):
     """Loss, perplexity, BLEU and, where there is gold, alignment error on a test set."""
     loss = loss_of(model, pairs, vocabularies)
     hypotheses = translate(model, [pair[0] for pair in pairs], vocabularies)
-    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None
+    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None  # [2]: gold
     return dict(loss=loss, ppl=math.exp(min(loss, 700))) | data.scores(pairs, hypotheses, alphas)
 
 
@@ -537,12 +537,12 @@ def load(path, device="cpu", **flags):
     """(model, vocabularies) of a run's folder or of one checkpoint; flags change its Config."""
     saved = read_checkpoint(Path(path, "model.pt") if Path(path).is_dir() else path, device)
     model = Model(Config(**data.changed(saved["config"], flags))).to(device)
-    model.load_state_dict(saved.get("model") or data.mean(saved["recent"]))
+    model.load_state_dict(saved.get("model") or data.mean(saved["recent"]))  # last.pt's
     return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
 
 
 def fit(model, corpus, out, saved=None):
-    """Trains to the last step: model.pt is the best on valid, or --average's; last.pt to resume."""
+    """Trains to the last step. model.pt: best on valid, or --average's mean; last.pt: to resume."""
     cfg = model.cfg
     about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
 
@@ -553,20 +553,20 @@ def fit(model, corpus, out, saved=None):
         saved = dict(step=0, log=[], recent=[])
         save("last.pt", **saved)
     optimizer = make_optimizer(model, cfg)
-    first, log, recent = saved["step"], saved["log"], saved["recent"]
+    done, log, recent = saved["step"], saved["log"], saved["recent"]
     if recent:
         model.load_state_dict(recent[-1])
         optimizer.load_state_dict(saved["optimizer"])
     train_step = make_train_step(model, cfg, optimizer)
     begin = time.perf_counter() - (log[-1]["seconds"] if log else 0)
-    batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, first)
-    bar = trange(first + 1, cfg.steps + 1, initial=first, total=cfg.steps, disable=RANK > 0 or None)
+    batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, done)
+    bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=RANK > 0 or None)
     for step, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that no random state need be saved
         loss = train_step(*(torch.from_numpy(x) for x in batch))
         if step % cfg.every and step < cfg.steps:
             continue
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):  # not worth compiling anew
             valid_loss = loss_of(model, corpus.valid, corpus.vocabularies)
         best = all(valid_loss < line["valid_loss"] for line in log)
         seconds = time.perf_counter() - begin
@@ -577,7 +577,7 @@ def fit(model, corpus, out, saved=None):
             save("model.pt", model=data.mean(recent))
         save("last.pt", step=step, log=log, recent=recent, optimizer=optimizer.state_dict())
         data.write_log(out, log)
-    if not (out / "model.pt").exists():  # only last.pt was at hand
+    if not (out / "model.pt").exists():  # resumed without it, and not better since
         save("model.pt", model=data.mean(recent))
     return log
 

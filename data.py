@@ -41,10 +41,10 @@ class InputError(Exception):
 
 # ---- the built-in corpus: a synchronous grammar of English and French ----------------------------
 EXAMPLE = "the agreement on the european economic area was signed in august 1992 ."  # figure 3 (a)
-# A line holds a role, the kinds of phrase that it serves, and entries. Adjectives and determiners:
-# English, masculine, feminine. Nouns: English[/plural], French, gender. Verbs, by their object:
-# English[/past/participle], then the stem of a regular -er verb or je/nous/vous/il/ils/participle/
-# infinitive. Pronouns: English, French, person (0 to 4), gender; objects, by the subject's person.
+# "role kinds: entries; role ...". Adjectives, determiners: English, masculine, feminine. Nouns:
+# English[/plural], French, gender. Verbs, by their object: English[/past/participle], then the stem
+# of a regular -er verb or je/nous/vous/il/ils/participle/infinitive. Pronouns: English, French,
+# person (of those, from 0), gender; objects, by the subject's person. Prepositions: and a kind.
 LEXICON = """
 noun person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, king roi m
 noun person: queen reine f, friend ami m, child/children enfant m, nurse infirmière f
@@ -102,9 +102,8 @@ JOINED = {"de le": "du", "de les": "des", "de des": "de", "de de": "de", "à le"
 # A French word goes with the positions of the English words that it comes from: ("du", (2, 3)).
 Phrase = collections.namedtuple("Phrase", "french person gender plural kind")
 FORMS = "english masculine feminine base third past present infinitive"
-Word = collections.namedtuple(
-    "Word", FORMS, defaults=[None] * 5
-)  # an adjective, or a verb from its participle
+# An adjective has the first three forms, a verb all: the first three are its participle's.
+Word = collections.namedtuple("Word", FORMS, defaults=[None] * 5)
 
 
 def conjugate(english, french):
@@ -235,7 +234,7 @@ class Grammar(random.Random):
         return subject.french + self.act(subject, keep)
 
     def subject(self, key, keep):
-        """A noun or someone; after because also "it", the subject or the object of before."""
+        """A noun or someone; after "because" also he, she, it or they, of the clause before."""
         because = self.english[-1:] == ["because"]
         topics = [topic for topic in self.topics if topic and topic.person > 2] if because else []
         if topics and self.random() < 0.5:
@@ -258,7 +257,7 @@ class Grammar(random.Random):
         plural = self.random() < 0.3
         owner = []
         if kind != "person" and self.random() < 0.1 and self.room(keep) >= 4:
-            king = self.noun("person", self.length, definite=True)
+            king = self.noun("person", keep=self.length, definite=True)  # no room: a bare noun
             link = self.say("'" if self.english[-1].endswith("s") else "'s")
             determiner = [("les" if plural else inflect("le", "la", gender, False), link)]
             owner = [("de", link)] + king.french  # 's is the article as well as the "de"
@@ -274,11 +273,11 @@ class Grammar(random.Random):
                 after = self.agree(f"{role} {kind}", gender, plural) + after
         if before and determiner[0][0] == "des":  # de petits chats
             determiner = [("de", determiner[0][1])]
-        name = [*english.split("/"), english + "s"][plural]
+        name = [*english.split("/"), english + "s"][plural]  # man/men; cat, so cats
         name = self.word(name, inflect(french, french, gender, plural))
         french = determiner + before + name + after
         phrase = Phrase(french, 3 + plural, gender, plural, kind)
-        french += [] if owner else self.more(phrase, keep)
+        phrase.french.extend([] if owner else self.more(phrase, keep))
         return phrase
 
     def more(self, noun, keep):
@@ -470,7 +469,7 @@ def within_bounds(number, source, target, most=1000):
 
 
 def write(path, content, dump=None):
-    """Writes bytes whole or not at all: beside the old file, in a file of its own, then over it."""
+    """Writes bytes, or what dump makes of content: to a file beside path, then over it."""
     if os.environ.get("RANK", "0") != "0":  # of several processes the first one writes
         return
     if dump:  # into memory first: torch.save crashes when the disk is full
@@ -523,9 +522,8 @@ class Bitext:
             if max_len and not all(0 < len(words) <= max_len for words in pair[:2]):
                 self.skipped += 1
                 continue
+            tokens[1].append(BOS)
             for side in (0, 1):
-                if side == 1:
-                    tokens[side].append(BOS)
                 tokens[side].extend(map(vocabularies[side].__getitem__, pair[side]))
                 tokens[side].append(EOS)
                 lengths[side].append(len(pair[side]) + 1 + side)
@@ -573,9 +571,9 @@ class Bitext:
         self.batches_an_epoch = len(cuts) - 1  # for the report
 
         def epoch(number):  # pairs of one shape change places, and the batches their order
-            random = np.random.default_rng((seed, number))
-            order = np.lexsort((random.permutation(len(self)), source, longest))[::-1]
-            for place in random.permutation(len(cuts) - 1):
+            rng = np.random.default_rng((seed, number))
+            order = np.lexsort((rng.permutation(len(self)), source, longest))[::-1]
+            for place in rng.permutation(len(cuts) - 1):
                 yield self.batch(order[cuts[place] : cuts[place + 1]], unit)
 
         epochs = itertools.count(step // self.batches_an_epoch)
@@ -593,7 +591,7 @@ def cut(longest, tokens, sentences=math.inf):
     cuts = [0]
     while cuts[-1] < len(longest):
         rows = int(max(min(tokens // (2 * longest[cuts[-1]]), sentences), 1))
-        rows -= rows % 2 ** max(rows.bit_length() - 4, 0)  # so that pieces of a batch are alike
+        rows -= rows % 2 ** max(rows.bit_length() - 4, 0)  # --accumulate's pieces come out alike
         cuts.append(min(cuts[-1] + rows, len(longest)))
     return cuts
 
@@ -645,7 +643,7 @@ class Corpus:
             self.valid = toy(500, max_len=limit, split="valid")
             self.test = toy(1000, max_len=limit, split="test")
             self.examples = [EXAMPLE.split()] + [pair[0] for pair in self.test[:99]]
-            limit = math.inf  # the grammar keeps to it by itself
+            limit = math.inf  # English keeps to it; French may be somewhat longer
         if words:
             self.vocabularies = [Vocabulary(side) for side in words]
             self.train = Bitext(pairs, self.vocabularies, limit)
@@ -765,7 +763,7 @@ def heatmap(source, target, alpha):
 
 def svg(*pictures):
     """svg(source, target, alpha), or several such, as one picture; a cell tells its weight."""
-    if not isinstance(pictures[0], tuple):
+    if not isinstance(pictures[-1], tuple):  # alpha: there is but one
         pictures = [pictures]
     parts, width, height = [], 0, 0
     for source, target, alpha in pictures:

@@ -17,12 +17,12 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
     python luong.py                            built-in corpus: BLEU 97, AER 0.04, 91 s, 2 cores
     python luong.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 Deviations from the paper
-- The source is reversed, as theirs. Where they are silent: s counts from 1 to S, the end mark, in
-  reading order; local-m's p_t = t stops at S; location goes with global attention only.
+- Where they are silent: s is 1 to S in reading order, though the source is read reversed, and S is
+  the end mark; local-m's p_t = t stops at S; location goes with global attention only.
 - alpha: a_t scaled to sum to 1, read as y_t's; theirs is y_{t-1}'s but for location (note 14).
 - concat learns all of W_a; the authors fixed the half that meets h-_s to the identity (note 15).
-- --steps counts as the paper's 12 epochs (10 without dropout). bf16 on CUDA, for speed; at lr 1.0
-  any rounding makes it another run. Our choice: beam 10, at most n + 50 words.
+- The schedule takes --steps for the paper's 12 epochs (10 without dropout). bf16 on CUDA, for
+  speed; at lr 1.0 rounding alone changes a run. Our choice: beam 10, n + 50 words at most for n.
 - Without --paper: small, Adam, label smoothing, no input feeding, greedy: learns in two minutes.
 """
 
@@ -93,7 +93,7 @@ class Config:
 
     @classmethod
     def paper(cls, **overrides):
-        """Section 4.1, the best model of table 1. 12 epochs of 4.5 million pairs, 128 a batch."""
+        """Section 4.1, table 1's best single model. 12 epochs of 4.5 million pairs, 128 a batch."""
         sizes = dict(src_vocab=50000, tgt_vocab=50000, emb=1000, hidden=1000, layers=4, init=0.1)
         best = dict(attention="local-p", input_feeding=True, beam=10, replace_unk=True)
         recipe = dict(
@@ -132,7 +132,7 @@ class LuongAttention(nn.Module):
         for p in self.parameters():
             nn.init.uniform_(p, -0.1, 0.1)
 
-    def keys(self, h_bar):  # what of the score does not depend on t: once a sentence
+    def keys(self, h_bar):  # the part of the score without h_t: computed once a sentence
         if self.score == "general":
             return h_bar @ self.W_a.T  # W_a h-_s   (B,S,H)
         if self.score == "concat":
@@ -142,7 +142,7 @@ class LuongAttention(nn.Module):
     def scores(self, h_t, keys):  # (B,T,S)
         if self.score == "location":
             e = h_t @ self.W_a.T  # eq. (8)
-            return F.pad(e, (0, keys.size(1) - e.size(-1)), value=-torch.inf)  # or cut, to S
+            return F.pad(e, (0, keys.size(1) - e.size(-1)), value=-torch.inf)  # to S; below 0: cut
         if self.score == "concat":
             W_a_h_t = h_t @ self.W_a[:, : h_t.size(-1)].T
             return torch.tanh(W_a_h_t.unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a
@@ -154,7 +154,7 @@ class LuongAttention(nn.Module):
         if t is None:
             t = torch.arange(1, h_t.size(1) + 1, device=h_t.device)  # (T,)
         s = torch.arange(1, h_bar.size(1) + 1, device=h_bar.device)  # (S,)
-        S = (~mask).sum(-1).view(-1, 1, 1).float()  # each sentence's own length
+        S = (~mask).sum(-1).view(-1, 1, 1).float()  # eq. (9)'s S: without padding   (B,1,1)
         outside = mask.unsqueeze(1)  # (B,1,S)
         if self.attention == "local-m":
             p_t = torch.minimum(t.view(-1, 1), S)  # p_t = t, at most S   (B,T,1)
@@ -166,12 +166,12 @@ class LuongAttention(nn.Module):
         a_t = e.softmax(-1)  # eq. (7)   (B,T,S)
         if self.attention == "local-p":
             a_t = a_t * torch.exp(-((s - p_t) ** 2) / (2 * (self.D / 2) ** 2))  # eq. (10)
-        c_t = a_t.to(h_bar.dtype) @ h_bar  # (B,T,H)
+        c_t = a_t.to(h_bar.dtype) @ h_bar  # local-p's a_t is float32   (B,T,H)
         return c_t, a_t
 
 
 class DeepLSTM(nn.Module):
-    """LSTM layers with dropout on the input of each; CUDA graphs cannot record torch's dropout."""
+    """LSTM layers, dropout before each: CUDA graphs cannot record that of nn.LSTM(dropout=...)."""
 
     def __init__(self, size, hidden, layers, dropout):
         super().__init__()
@@ -179,7 +179,7 @@ class DeepLSTM(nn.Module):
         self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True) for n in sizes)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x, state=None, padding=None):  # x (B,T,E); state h, c (L,B,H) or padding
+    def forward(self, x, state=None, padding=None):  # decoder: h, c (L,B,H); encoder: padding (B,T)
         last = []
         for n, layer in enumerate(self.layers):
             x = self.drop(x)
@@ -192,10 +192,10 @@ class DeepLSTM(nn.Module):
 
 
 def after_padding(lstm, x, padding):
-    """lstm(x) as if the padding (B,T) before each sentence were not there; graphs can record it."""
+    """lstm(x) without the padding (B,T) before each sentence; CUDA graphs cannot record packing."""
     W_ih, *others = lstm.all_weights[0]
     shut = W_ih.new_zeros(len(W_ih), 8)  # a further input of 8 columns, as GPUs like them,
-    shut[: lstm.hidden_size] = -1e4  # that takes i to 0: then c = f o 0 + 0 o g and h = o o tanh(0)
+    shut[: lstm.hidden_size] = -1e4  # that shuts gate i: c = f * 0 + 0 * g = 0, h = o * tanh(0) = 0
     weights = [torch.cat([W_ih, shut], 1), *others]
     flat = torch.cat([w.flatten() for w in weights])  # in one piece, as cuDNN wants them
     parts = flat.split([w.numel() for w in weights])
@@ -224,8 +224,8 @@ class LuongNMT(nn.Module):
         self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.emb)
         self.encoder = DeepLSTM(cfg.emb, cfg.hidden, cfg.layers, cfg.dropout)
         self.decoder = DeepLSTM(cfg.emb + fed, cfg.hidden, cfg.layers, cfg.dropout)
-        kind = cfg.score, cfg.attention, cfg.D, (cfg.max_len or 100) + 1
-        self.attention = LuongAttention(cfg.hidden, *kind)
+        positions = (cfg.max_len or 100) + 1  # the longest training sentence and its end mark
+        self.attention = LuongAttention(cfg.hidden, cfg.score, cfg.attention, cfg.D, positions)
         self.W_c = nn.Linear(2 * cfg.hidden, cfg.hidden, bias=False)
         self.W_s = nn.Linear(cfg.hidden, cfg.tgt_vocab, bias=False)
         self.drop = nn.Dropout(cfg.dropout)
@@ -235,8 +235,8 @@ class LuongNMT(nn.Module):
     def encode(self, src):
         x = self.E_x(src)  # (B,S,E)
         if not self.cfg.reverse:
-            x = turned(x, src)  # flip then puts it in reading order, padding in front either way
-        h_bar, (h, c) = self.encoder(x.flip(1), padding=(src == PAD).flip(1))
+            x = turned(x, src)  # which flip undoes; the padding comes to the front either way
+        h_bar, (h, c) = self.encoder(x.flip(1), padding=(src == PAD).flip(1))  # read backwards
         h_bar = h_bar.flip(1)  # in the order of src again
         if not self.cfg.reverse:
             h_bar = turned(h_bar, src)
@@ -265,7 +265,7 @@ class LuongNMT(nn.Module):
             x, c_n = torch.lstm_cell(self.drop(x), (h_n, c_n), *layer.all_weights[0])
             last.append((x, c_n))
         h, c = (torch.stack(part) for part in zip(*last))
-        h_tilde, a_t = self.attend(x.unsqueeze(1), memory, t)
+        h_tilde, a_t = self.attend(x.unsqueeze(1), memory, t)  # x: by now h_t, the top layer's
         return (h, c, h_tilde.squeeze(1), t + 1), a_t.squeeze(1)
 
     def step(self, y, state, memory):  # y (B,)

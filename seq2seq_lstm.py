@@ -20,8 +20,8 @@ how much each source word still moves each target word's probability through the
 Deviations from the paper
 - torch's LSTM, because it is fused; the paper's is Graves', which also has peepholes.
 - The decoder starts from <s>, not <EOS>, and the source ends with </s>: as in the other scripts.
-- --steps counts as the paper's 7.5 epochs. Sentences over 100 words are left out (--max-len); bf16
-  on CUDA, for speed. Translations have n + 50 words at most, not told.
+- The schedule takes --steps for the paper's 7.5 epochs. Sentences over 100 words are left out
+  (--max-len). bf16 on CUDA, for speed. The paper names no limit: ours is n + 50 words for n.
 - Without --paper: small, one layer, Adam, label smoothing, greedy, to learn in two minutes.
 """
 
@@ -98,7 +98,7 @@ class Config:
 
 
 class DeepLSTM(nn.Module):
-    """LSTM layers with dropout on the input of each; CUDA graphs cannot record torch's dropout."""
+    """LSTM layers, dropout before each: CUDA graphs cannot record that of nn.LSTM(dropout=...)."""
 
     def __init__(self, size, hidden, layers, dropout):
         super().__init__()
@@ -106,7 +106,7 @@ class DeepLSTM(nn.Module):
         self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True) for n in sizes)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x, state=None, padding=None):  # x (B,T,E); state h, c (L,B,H) or padding
+    def forward(self, x, state=None, padding=None):  # decoder: h, c (L,B,H); encoder: padding (B,T)
         last = []
         for n, layer in enumerate(self.layers):
             x = self.drop(x)
@@ -119,10 +119,10 @@ class DeepLSTM(nn.Module):
 
 
 def after_padding(lstm, x, padding):
-    """lstm(x) as if the padding (B,T) before each sentence were not there; graphs can record it."""
+    """lstm(x) without the padding (B,T) before each sentence; CUDA graphs cannot record packing."""
     W_ih, *others = lstm.all_weights[0]
     shut = W_ih.new_zeros(len(W_ih), 8)  # a further input of 8 columns, as GPUs like them,
-    shut[: lstm.hidden_size] = -1e4  # that takes i to 0: then c = f o 0 + 0 o g and h = o o tanh(0)
+    shut[: lstm.hidden_size] = -1e4  # that shuts gate i: c = f * 0 + 0 * g = 0, h = o * tanh(0) = 0
     weights = [torch.cat([W_ih, shut], 1), *others]
     flat = torch.cat([w.flatten() for w in weights])  # in one piece, as cuDNN wants them
     parts = flat.split([w.numel() for w in weights])
@@ -158,7 +158,7 @@ class Seq2Seq(nn.Module):
     def encode(self, src, factor=1.0):  # factor: on each embedding, for saliency
         x = self.E_x(src) * factor  # (B,S,E)
         if not self.cfg.reverse:
-            x = turned(x, src)  # flip then puts it in reading order, padding in front either way
+            x = turned(x, src)  # which flip undoes; the padding comes to the front either way
         _, v = self.encoder(x.flip(1), padding=(src == PAD).flip(1))  # c b a for a b c, section 3.3
         return v  # the state after the word read last: h and c, each (L,B,H)
 
@@ -183,8 +183,8 @@ class Seq2Seq(nn.Module):
     def saliency(self, src, tgt_in):
         """What each source word has to do with each target word, by gradient: not attention."""
         src, tgt_in = src.clone(), tgt_in.clone()  # may come from inference mode
-        y = F.pad(tgt_in[:, 1:], (0, 1))  # what each step should say,
-        y = y.masked_fill(y == PAD, EOS).unsqueeze(-1)  # the last one EOS   (B,T,1)
+        y = F.pad(tgt_in[:, 1:], (0, 1))  # the words to predict: tgt_in one step on,
+        y = y.masked_fill(y == PAD, EOS).unsqueeze(-1)  # then EOS   (B,T,1)
         factor = torch.ones(*src.shape, 1, dtype=self.W.weight.dtype, device=src.device)  # (B,S,1)
         factor.requires_grad_()
         h, _ = self.decoder(self.E_y(tgt_in), self.encode(src, factor))
@@ -192,7 +192,7 @@ class Seq2Seq(nn.Module):
         (dh,) = torch.autograd.grad(log_p.sum(), h, retain_graph=True)  # p(y_i) needs h_i alone
         slopes = []
         for h_i, dh_i in zip(h.unbind(1), dh.unbind(1)):
-            slopes += torch.autograd.grad(h_i, factor, dh_i, retain_graph=True)
+            slopes.append(torch.autograd.grad(h_i, factor, dh_i, retain_graph=True)[0])  # (B,S,1)
         alpha = torch.stack(slopes, 1).squeeze(-1).abs()  # d/d factor_j = x_j . d/d x_j   (B,T,S)
         alpha = alpha + torch.finfo(alpha.dtype).tiny  # no row is all zero
         alpha = alpha.masked_fill((src == PAD).unsqueeze(1), 0)

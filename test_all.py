@@ -1243,7 +1243,7 @@ def test_pictures_are_bounded():
     odd = ["\x1b[31m", "\0", "<&>\"'", "\ufffe", "\u202e"], ["a\nb", "]]>"]
     for source, target in (many, long, odd, ([], [])):
         alpha = np.broadcast_to(0.5, (len(target) + 1, len(source) + 1))
-        picture = data.svg(source, target, alpha)
+        picture = data.svg(tuple(source), tuple(target), alpha)
         root = ElementTree.fromstring(picture)
         assert len(picture) < 500_000
         assert max(float(root.get("width")), float(root.get("height"))) < 2000

@@ -23,6 +23,7 @@ import random
 import re
 import sys
 import typing
+import unicodedata
 import zlib
 from array import array
 from pathlib import Path
@@ -883,6 +884,8 @@ def parse_flags(Config, about, devices, argv=None):
         raise InputError("--translate, --align and --test want one process; leave torchrun out")
     if args.picture and not (args.translate or args.align):
         raise InputError(f"--picture {args.picture}: goes with --translate or --align")
+    if args.picture and args.picture.suffix != ".svg":
+        raise InputError(f"--picture {args.picture}: name a file that ends in .svg")
     args.out = args.out or default_folder(script, args.resume, using)
     args.terminal = args.translate and os.isatty(0)
     args.draws = args.align or args.picture or args.terminal
@@ -984,6 +987,8 @@ def one_line_for_mistakes():
     CLAIMED.clear()
     if sys.stderr is None:  # 2>&-
         sys.stderr = io.StringIO()
+    if hasattr(sys.stdout, "reconfigure"):  # the same bytes on every system
+        sys.stdout.reconfigure(encoding="utf-8", newline="\n")
     try:
         yield
         return
@@ -1051,17 +1056,24 @@ def mean(weights):
 
 # ---- python data.py < text > words: what to do to text before the scripts read it -------------
 
-ELISIONS = r"\b(c|d|j|l|m|n|s|t|qu|jusqu|lorsqu|puisqu|quoiqu|aujourd)['’](?=\w)"
+ELIDED = "(c|d|j|l|m|n|s|t|qu|jusqu|lorsqu|puisqu|quoiqu|aujourd)"
 
 
 def tokenize(text):
     """Punctuation and elisions split off as Moses does it: l' accord, the king 's dog, 3.5 %."""
-    text = re.sub(r"([^\w\s.,'’-]|\.{2,})", r" \1 ", text)
+    text = unicodedata.normalize("NFC", html.unescape(text))  # &apos; may be there already
+    text = re.sub(r"[^\w\s.,'’-]|\.{2,}", apart, text)
     text = re.sub(r"(?<!\d),|,(?!\d)", " , ", text)  # but 1,000
     text = re.sub(r"(?<![.\s])\.(?=[\s\"»”')]*$)", " .", text)  # but 3.5, and Mr. Smith
-    text = re.sub(r"(?<=\w)['’](?!\w)|(?<!\w)['’](?=\w{3})", " ' ", text)  # the nurses ' cat
-    text = re.sub(ELISIONS, r"\1' ", text, flags=re.IGNORECASE)
+    text = re.sub(rf"(?i)\b(?!{ELIDED}\b)(\w+)['’](?!\w)", r"\2 ' ", text)  # the nurses ' cat
+    text = re.sub(r"(?<!\w)['’](?=\w{3})", " ' ", text)
+    text = re.sub(rf"(?i)\b{ELIDED}['’] ?(?=\w)", r"\1' ", text)
     return re.sub(r"(?<=\w)['’](?=\w)", " '", text).split()
+
+
+def apart(match):
+    """With spaces around it, unless it is a mark that belongs to the letter before it."""
+    return match[0] if unicodedata.category(match[0][0])[0] == "M" else f" {match[0]} "
 
 
 def main():

@@ -568,7 +568,7 @@ class Bitext:
         unit = max(int(max(side.max() for side in self.lengths)) // 16, 1)
         source = up(self.lengths[0], unit)
         longest = np.maximum(source, up(self.lengths[1] - 1, unit))
-        cuts = cut(np.sort(longest)[::-1], tokens, sentences)
+        cuts = cut(np.sort(longest)[::-1], tokens, sentences, rounded=True)
         self.batches_an_epoch = len(cuts) - 1  # for the report
 
         def epoch(number):  # pairs of one shape change places, and the batches their order
@@ -587,12 +587,13 @@ def up(length, unit):
     return -(-length // unit) * unit
 
 
-def cut(longest, tokens, sentences=math.inf):
+def cut(longest, tokens, sentences, rounded=False):
     """Where to cut pairs, the longest first, into batches of so many tokens, padding counted."""
     cuts = [0]
     while cuts[-1] < len(longest):
         rows = int(max(min(tokens // (2 * longest[cuts[-1]]), sentences), 1))
-        rows -= rows % 2 ** max(rows.bit_length() - 4, 0)  # --accumulate's pieces come out alike
+        if rounded:  # down to four binary digits, so that --accumulate's pieces come out alike
+            rows -= rows % 2 ** max(rows.bit_length() - 4, 0)
         cuts.append(min(cuts[-1] + rows, len(longest)))
     return cuts
 

@@ -1159,15 +1159,16 @@ def test_batches():
         assert src.size + tgt[:, 1:].size <= 600
         for x in (src, tgt):
             assert ((x == PAD) == (np.cumsum(x == EOS, 1) > (x == EOS))).all()
-    assert data.cut(np.full(999, 7), 14 * 781)[1] == 768 and max(len(x) for x, _ in made) == 20
-    assert max(src.size + tgt.size for src, tgt in made) > 540
+    assert data.cut(np.full(999, 7), 14 * 781, 999, rounded=True)[1] == 768
+    assert max(len(x) for x, _ in made) == 20 and max(x.size + y.size for x, y in made) > 540
     for side in zip(*made):
         assert sum((x == PAD).sum() for x in side) < 0.1 * sum(x.size for x in side)
     shapes = collections.Counter((src.shape, tgt.shape) for src, tgt in made)
     assert len(shapes) < 40 and shapes.most_common(1)[0][1] > 10
-    scored = bitext.in_order(500)
+    scored = bitext.in_order(2000)
     assert sorted(itertools.chain(*scored)) == list(range(len(pairs)))
-    assert all(len(x) * max(32, sum(n[x].max() for n in bitext.lengths)) <= 500 for x in scored)
+    most = [2000 // max(32, 2 * max(n[x].max() for n in bitext.lengths)) for x in scored]
+    assert all(len(x) == n for x, n in zip(scored[:-1], most)) and len(scored[-1]) <= most[-1]
     assert 5 * sum((bitext.batch(x)[0] == PAD).sum() for x in scored) < bitext.lengths[0].sum()
 
 

@@ -2,27 +2,28 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tqdm"]
 # ///
-"""RNNsearch: a translation model that looks at the source anew for every word it writes.
+"""RNNsearch: neural machine translation with additive attention.
 Bahdanau, Cho, Bengio 2015, Neural Machine Translation by Jointly Learning to Align and Translate,
 arXiv 1409.0473
 
-    h_j = [->h_j ; <-h_j]                      the annotation of source word j                (7)
-    e_ij = v_a^T tanh(W_a s_{i-1} + U_a h_j)   how well it fits what is about to be said    A.1.2
-    alpha_ij = softmax_j(e_ij)                 the alignment                                  (6)
-    c_i = sum_j alpha_ij h_j                   the context of target word i                   (5)
-    s_i = f(s_{i-1}, y_{i-1}, c_i)             the decoder's state, after attention         A.1.1
-    p(y_i | y_<i, x) = g(y_{i-1}, s_{i-1}, c_i)   maxout, then softmax                      A.2.2
+    h_j = [->h_j ; <-h_j]                      annotation of source word j                    (7)
+    e_ij = v_a^T tanh(W_a s_{i-1} + U_a h_j)   alignment model                              A.1.2
+    alpha_ij = softmax_j(e_ij)                 attention weights, the soft alignment          (6)
+    c_i = sum_j alpha_ij h_j                   context of target word i                       (5)
+    s_i = f(s_{i-1}, y_{i-1}, c_i)             decoder state, updated after attention       A.1.1
+    p(y_i | y_<i, x) = g(y_{i-1}, s_{i-1}, c_i)   maxout layer, then softmax                A.2.2
 
-    python bahdanau.py                         built-in corpus: BLEU 96, AER 0.09, 95 s, 2 cores
+    python bahdanau.py                         built-in corpus: BLEU 95, AER 0.10, 2 min on 2 cores
     python bahdanau.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 
 Deviations from the paper
-- (4) writes s_i where A.2.2 writes s_{i-1}; the authors ran s_{i-1}, and so do we.
-- The encoder is torch's fused GRU, r o (U h) for the paper's U (r o h): the paper's cell takes 1.6
-  times as long on a GPU. The decoder's cell is the paper's own.
-- Pairs of like length come from the whole corpus, anew each epoch, not from 1,600 pairs of a text
-  shuffled once: less padding. bf16 on CUDA, for speed. Our choice: beam 10, n + 50 words.
-- Without --paper: small, Adam, label smoothing, dropout, greedy, to learn in two minutes.
+- Eq. (4) has s_i where A.2.2 has s_{i-1}. The authors' code uses s_{i-1}, and so do we.
+- The encoder is torch's fused GRU, which computes r o (U h) instead of U (r o h), because the
+  paper's cell is 1.6 times slower on a GPU. The decoder's cell is the paper's.
+- Batches of similar length are drawn from the whole corpus and reshuffled every epoch, instead of
+  sorting 1,600 pairs at a time, to save padding. On CUDA, bf16 is used for speed. Where the paper
+  is silent: beam 10, at most n + 50 words for n source words, model.pt best on validation data.
+- Without --paper: smaller, Adam, label smoothing, dropout, greedy decoding, to train in 2 minutes.
 """
 
 import copy
@@ -31,7 +32,6 @@ import math
 import os
 import time
 import typing
-import weakref
 from pathlib import Path
 
 import torch
@@ -41,45 +41,45 @@ import torch.nn.functional as F
 from tqdm import trange
 
 import data
-from data import BOS, EOS, PAD
+from data import BOS, EOS, PAD, RANK, WORLD_SIZE
 
 
 @dataclasses.dataclass
 class Config:
     # fmt: off
     # text
-    src_vocab: int = 30000     # source words kept, the most frequent; the others become <unk>
-    tgt_vocab: int = 30000     # target words kept, likewise
-    joint: bool = False        # one vocabulary for both languages, of --src-vocab words
-    min_count: int = 1         # rarer words become <unk>
-    max_len: int = 0           # words in a training sentence at most (0: 30 built-in, 100 your own)
+    src_vocab: int = 30000     # source vocabulary size: the most frequent words, the rest is <unk>
+    tgt_vocab: int = 30000     # target vocabulary size
+    share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
+    min_count: int = 1         # words seen fewer times in the training text become <unk>
+    max_len: int = 0           # longest training sentence in words (0: 100, or 30 if built-in)
     # model
-    emb: int = 128             # m, size of a word embedding
-    hidden: int = 128          # n, hidden units of each encoder direction and of the decoder
+    emb: int = 128             # m, embedding size
+    hidden: int = 128          # n, hidden units of the decoder and of each encoder direction
     attn: int = 128            # n', hidden units of the alignment model
     maxout: int = 64           # l, maxout units of the deep output
-    dropout: float = 0.2       # on embeddings and annotations; the paper has none
-    init: float = 0.1          # standard deviation of the initial weights; recurrent: orthogonal
-    init_attn: float = 0.15    # the same of W_a and U_a
+    dropout: float = 0.2       # on embeddings and annotations; none in the paper
+    init: float = 0.1          # standard deviation of initial weights (recurrent: orthogonal)
+    init_attn: float = 0.15    # standard deviation of the initial W_a and U_a
     # training
-    optimizer: typing.Literal["adam", "adadelta"] = "adam"  # adadelta is the paper's
+    optimizer: typing.Literal["adam", "adadelta"] = "adam"  # adadelta in the paper
     lr: float = 0.011          # learning rate
-    warmup: int = 30           # steps until Adam's learning rate is reached; then it falls to 0
-    clip: float = 1.0          # a gradient of greater norm is scaled down to it (0: none is)
-    smoothing: float = 0.1     # label smoothing; the paper has none
-    per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
-    tokens: int = 2048         # source and target tokens in a batch, padding counted
-    sentences: int = 1000      # sentences in a batch at most
-    accumulate: int = 1        # pieces a batch is computed in, to save memory
+    warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
+    clip: float = 1.0          # maximum gradient norm (0: no clipping)
+    smoothing: float = 0.1     # label smoothing; none in the paper
+    loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
+    batch_tokens: int = 2048   # maximum source + target tokens per batch, padding included
+    batch_sentences: int = 1000  # maximum sentences per batch
+    accumulate: int = 1        # split each batch into N micro-batches per process, to save memory
     steps: int = 650           # training steps
-    every: int = 100           # steps between two looks at the validation set
-    average: int = 1           # if above 1: keep the mean of the weights at the last so many looks
-    compile: bool = False      # torch.compile what it makes faster, on CUDA
-    seed: int = 1              # of all that is random
+    eval_every: int = 100      # steps between validations
+    average: int = 1           # average the last N validated models (1: keep the best model)
+    compile: bool = False      # use torch.compile, on CUDA only
+    seed: int = 1              # random seed of initialization, batches and dropout
     # decoding
-    beam: int = 1              # hypotheses kept; 1 is greedy
-    alpha: float = 0.0         # not the alignment: log p is divided by ((5 + |y|) / 6)^alpha
-    replace_unk: bool = False  # an <unk> becomes the source word it is aligned with
+    beam: int = 1              # beam size; 1 is greedy decoding
+    length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
+    replace_unk: bool = False  # replace each <unk> with the source word it attends to most
     # fmt: on
 
     def __post_init__(self):
@@ -89,41 +89,51 @@ class Config:
     def paper(cls, **overrides):
         """Section 4.2, A.2.3, appendix B, and the updates of RNNsearch-50 in table 2."""
         sizes = dict(emb=620, hidden=1000, attn=1000, maxout=500, dropout=0.0)
-        start = dict(init=0.01, init_attn=0.001)
-        recipe = dict(optimizer="adadelta", lr=1.0, smoothing=0.0, per="sentence", compile=True)
-        batches = dict(sentences=80, tokens=10000, max_len=50, steps=288000, every=2000)
-        return cls(**sizes | start | recipe | batches | dict(beam=10) | overrides)
+        init = dict(init=0.01, init_attn=0.001)
+        recipe = dict(optimizer="adadelta", lr=1.0, smoothing=0.0, loss_per="sentence", beam=10)
+        batches = dict(batch_sentences=80, batch_tokens=10000, max_len=50, eval_every=2000)
+        return cls(**sizes | init | recipe | batches | dict(steps=288000, compile=True) | overrides)
 
 
-# x source, y target, h annotations, s decoder state, alpha alignment, c context; o: by element.
-# Shapes: B batch, S source length, T target length, E embedding, H hidden, A alignment units,
-# V vocabulary. A mask is True where nobody may look.
+# x source, y target, h annotations, s decoder state, alpha attention weights, c context; o is the
+# elementwise product. Shapes: B batch, S and T source and target length with EOS, E embedding,
+# H hidden, A alignment units, V vocabulary. In a mask, True = masked.
 
 
 class AdditiveAttention(nn.Module):
-    """Where in the source does the next target word come from?"""
+    """Additive attention, A.1.2: context, alpha = attention(query, source, mask)."""
 
     def __init__(self, query, key, units):
         super().__init__()
         self.W_a = nn.Linear(query, units, bias=False)
-        self.U_a = nn.Linear(key, units, bias=False)  # applied once a sentence, by the caller
-        self.v_a = nn.Parameter(torch.randn(units) / math.sqrt(units))  # RNNsearch: 0, B.1
+        self.U_a = nn.Linear(key, units, bias=False)
+        self.v_a = nn.Parameter(torch.randn(units) / math.sqrt(units))  # RNNsearch.init zeroes it
 
-    def forward(self, s, keys, h, mask=None):  # s (B,H)  keys = U_a h (B,S,A)  h (B,S,2H)
+    def keys(self, h):  # does not depend on the query, so it can be computed once per sentence
+        return self.U_a(h)
+
+    def forward(self, s, h, mask=None, keys=None):  # s (B,H)  h (B,S,2H)  mask (B,S)  keys (B,S,A)
+        if h.ndim != 3 or h.size(-1) != self.U_a.in_features:
+            raise ValueError(f"source: expected (B,S,{self.U_a.in_features}), got {tuple(h.shape)}")
+        if s.shape != (len(h), self.W_a.in_features):
+            raise ValueError(f"query: expected (B,{self.W_a.in_features}), got {tuple(s.shape)}")
+        mask = torch.zeros_like(h[..., 0], dtype=torch.bool) if mask is None else mask
+        if mask.dtype != torch.bool or mask.shape != h.shape[:2]:
+            raise ValueError(f"mask: expected bool (B,S), got {mask.dtype} {tuple(mask.shape)}")
+        keys = self.keys(h) if keys is None else keys
         e = torch.tanh(self.W_a(s).unsqueeze(1) + keys) @ self.v_a  # A.1.2   (B,S)
-        if mask is not None:
-            e = e.masked_fill(mask, -torch.inf)  # padding gets exactly zero
-        alpha = e.softmax(-1)  # eq. (6)   (B,S)
+        alpha = e.masked_fill(mask, -torch.inf).softmax(-1)  # eq. (6)
+        alpha = alpha.masked_fill(mask, 0)  # not NaN if the whole source is masked
         c = (alpha.unsqueeze(1) @ h).squeeze(1)  # eq. (5)   (B,2H)
         return c, alpha
 
 
 class GatedUnit(nn.Module):
-    """The decoder's recurrence, A.1.1: the context enters the candidate and both gates."""
+    """The decoder's GRU, A.1.1: the context enters the candidate state and both gates."""
 
     def __init__(self, emb, hidden, context):
         super().__init__()
-        self.W = nn.Linear(emb, 3 * hidden)  # W_z, W_r, W stacked; so are C_z, C_r, C and U_z, U_r
+        self.W = nn.Linear(emb, 3 * hidden)  # W_z, W_r, W stacked, like C and U_zr below
         self.C = nn.Linear(context, 3 * hidden, bias=False)
         self.U_zr = nn.Linear(hidden, 2 * hidden, bias=False)
         self.U = nn.Linear(hidden, hidden, bias=False)
@@ -133,37 +143,37 @@ class GatedUnit(nn.Module):
         gates, candidate = (We + self.C(c)).split([2 * H, H], -1)
         z, r = torch.sigmoid(gates + self.U_zr(s)).chunk(2, -1)
         s_tilde = torch.tanh(candidate + self.U(r * s))  # U [r o s], not r o (U s)
-        return torch.lerp(s, s_tilde, z)  # (1 - z) o s + z o s_tilde
+        return (1 - z) * s + z * s_tilde
 
 
 class Encoder(nn.Module):
-    """Two recurrent networks over one embedding, each reading the sentence from its own end."""
+    """A bidirectional GRU, section 3.2; both directions read the same embeddings."""
 
     def __init__(self, cfg):
         super().__init__()
         self.E = nn.Embedding(cfg.src_vocab, cfg.emb)
-        self.right = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)  # ->h, from the first word on
-        self.left = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)  # <-h, from the last word back
+        self.forward_rnn = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)  # ->h
+        self.backward_rnn = nn.GRU(cfg.emb, cfg.hidden, batch_first=True)  # <-h
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, src):
         x = self.drop(self.E(src))  # (B,S,E)
-        right, _ = self.right(x)
-        left, _ = self.left(turned(x, src))  # padding stays behind: <-h sees none of it
-        h = torch.cat([right, turned(left, src)], -1)  # eq. (7)   (B,S,2H)
+        forward, _ = self.forward_rnn(x)
+        backward, _ = self.backward_rnn(reverse_words(x, src))  # words first, then padding
+        h = torch.cat([forward, reverse_words(backward, src)], -1)  # eq. (7)   (B,S,2H)
         return self.drop(h)
 
 
-def turned(x, src):
-    """x (B,S,E), each sentence's words in reverse order, its padding still behind them."""
+def reverse_words(x, src):
+    """Reverses the words (and EOS) of each sentence in x (B,S,*); padding stays on the right."""
     length = (src != PAD).sum(1, keepdim=True)
-    place = torch.arange(src.size(1), device=src.device)
-    index = ((length - 1 - place) % src.size(1)).unsqueeze(-1)  # below 0: padding, from the end
+    position = torch.arange(src.size(1), device=src.device)
+    index = ((length - 1 - position) % src.size(1)).unsqueeze(-1)  # padding wraps to the end
     return x.gather(1, index.expand_as(x))
 
 
 class RNNsearch(nn.Module):
-    """The whole model: annotations, then one target word after the other."""
+    """The complete model: bidirectional encoder, attention, decoder, maxout output layer."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -182,391 +192,313 @@ class RNNsearch(nn.Module):
 
     @torch.no_grad()
     def init(self, cfg):
-        """B.1: recurrent matrices orthogonal, v_a and biases zero, all others normal."""
+        """B.1: recurrent matrices orthogonal, v_a and biases zero, everything else normal."""
         for name, p in self.named_parameters():
-            if p.ndim == 1:
+            if p.ndim == 1:  # v_a and biases
                 p.zero_()
             elif "weight_hh" in name or "cell.U" in name:
-                for gate in p.split(p.size(1)):
+                for gate in p.split(p.size(1)):  # one square matrix per gate
                     nn.init.orthogonal_(gate)
             else:
                 p.normal_(0, cfg.init_attn if "_a." in name else cfg.init)
 
     def encode(self, src):
         h = self.encoder(src)
-        keys = self.attention.U_a(h)  # does not depend on i: computed once
-        return h, keys, src == PAD
+        return h, self.attention.keys(h), src == PAD  # memory: (B,S,2H), (B,S,A), (B,S)
 
-    def start(self, memory, room=None):  # room: the Transformer's cache needs it
+    def init_state(self, memory, max_len=None):  # max_len is unused here; transformer.py needs it
         h, _, _ = memory
-        left_1 = h[:, 0, h.size(-1) // 2 :]  # <-h_1
-        return (torch.tanh(self.W_s(left_1)),)  # s_0, A.2.2   (B,H)
+        backward_1 = h[:, 0, h.size(-1) // 2 :]  # <-h_1
+        return (torch.tanh(self.W_s(backward_1)),)  # s_0, A.2.2   (B,H)
 
-    def pick(self, state, rows):  # the states of these rows, for beam search
+    def reorder(self, state, rows):  # for beam search
         return tuple(x[rows] for x in state)
 
-    def readout(self, s, y, c):  # s_{i-1}, E y_{i-1}, c_i
+    def output(self, s, y, c):  # s_{i-1}, E y_{i-1}, c_i
         t_tilde = self.U_o(s) + self.V_o(y) + self.C_o(c)  # A.2.2   (..,2l)
         t = t_tilde.unflatten(-1, (-1, 2)).amax(-1)  # maxout over pairs   (..,l)
         return self.W_o(t)
 
-    def step(self, y, state, memory):  # y (B,)
+    def step(self, y, state, memory):  # y_{i-1} (B,) -> logits of y_i (B,V), next state
         (s,) = state
         h, keys, mask = memory
         y = self.drop(self.E(y))
-        c, _ = self.attention(s, keys, h, mask)
-        logits = self.readout(s, y, c)
+        c, _ = self.attention(s, h, mask, keys=keys)
+        logits = self.output(s, y, c)
         return logits, (self.cell(self.cell.W(y), s, c),)
 
     def forward(self, src, tgt_in, need_alpha=False):
         memory = self.encode(src)
         h, keys, mask = memory
         y = self.drop(self.E(tgt_in))  # (B,T,E)
-        (s,) = self.start(memory)
+        (s,) = self.init_state(memory)
         steps = []
-        for We in self.cell.W(y).unbind(1):  # only what needs s_{i-1} happens in here
-            c, alpha = self.attention(s, keys, h, mask)
+        for We in self.cell.W(y).unbind(1):  # the loop holds only what needs s_{i-1}
+            c, alpha = self.attention(s, h, mask, keys=keys)
             steps.append((s, c, alpha))
             s = self.cell(We, s, c)
         s, c, alpha = (torch.stack(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,2H), (B,T,S)
-        logits = self.readout(s, y, c)  # (B,T,V)
+        logits = self.output(s, y, c)  # (B,T,V)
         return (logits, alpha) if need_alpha else logits
 
 
 def make_optimizer(model, cfg):
-    """Adadelta is the paper's, B.2."""
+    """Adadelta as in B.2, or Adam."""
     if cfg.optimizer == "adadelta":
         return torch.optim.Adadelta(model.parameters(), lr=cfg.lr, rho=0.95, eps=1e-6)
     return torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
 
 
 def learning_rate(cfg, step):
-    """Adadelta's is constant; Adam's rises, then falls to 0."""
+    """Constant for Adadelta; linear warm-up, then linear decay for Adam."""
     if cfg.optimizer == "adadelta":
         return cfg.lr
     return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
 
 
-Model = RNNsearch  # its name from here on
-Parts = (AdditiveAttention, GatedUnit)  # what --compile compiles
+Model = RNNsearch
+COMPILED = (AdditiveAttention, GatedUnit)  # what --compile compiles
 
 # ---- the same in every script from here on ----
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets both
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-COPIES = weakref.WeakKeyDictionary()  # the bf16 copies of models: it takes long to make one
-
-
-@torch.no_grad()
-def in_bf16(model):
-    """On CUDA the model's bf16 copy, its weights brought up to date; elsewhere the model itself."""
-    if not next(model.parameters()).is_cuda:
-        return model
-    if model not in COPIES:
-        with torch.inference_mode(False):
-            net = copy.deepcopy(model).half()  # lays RNN weights out for cuDNN; bf16 would not
-        for p in net.parameters():
-            p.data = p.data.view(torch.bfloat16)  # the layout alone; the values come below
-        COPIES[model] = net
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, and long, for every shape
-    torch._foreach_copy_(list(COPIES[model].parameters()), list(model.parameters()))
-    return COPIES[model]
-
-
-def graphed(function, device, compiles=False):
-    """The function as CUDA graphs: recorded when it meets new shapes, replayed from then on."""
-    graphs = {}  # by shape: a CUDA graph, the inputs it reads and the output it writes
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-
-    def call(*inputs):
-        nonlocal compiles
-        if compiles:  # in its first call, which a graph cannot record
-            compiles = False
-            return function(*inputs)
-        shapes = tuple(x.shape for x in inputs)
-        if shapes not in graphs:
-            graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
-            torch.cuda.synchronize(device)
-            if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
-                torch.cuda.empty_cache()  # a recording cannot use what others have left behind
-            with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
-                graph.capture_begin(pool, "relaxed")  # libraries may be loading their kernels
-                output = function(*buffers)
-                graph.capture_end()
-            graphs[shapes] = graph, buffers, output
-        graph, buffers, output = graphs[shapes]
-        for buffer, x in zip(buffers, inputs):
-            buffer.copy_(x)
-        graph.replay()  # one launch instead of thousands
-        return output
-
-    return call
-
-
-def summed_loss(logits, y, smoothing=0.0):
-    """Negative log-likelihood of y (B,T), summed over all words but padding."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
-    how = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
-    return F.cross_entropy(z, y.flatten(), **how)
-
 
 def make_train_step(model, cfg, optimizer=None):
-    """step(src, tgt) -> loss per target word: forward, backward, clip, update; on CUDA in bf16."""
+    """Returns step(src, tgt): trains on one batch, returns the (smoothed) loss per target token."""
     optimizer = optimizer or make_optimizer(model, cfg)
-    net = in_bf16(model)  # on CUDA a copy, elsewhere the model itself
     device = next(model.parameters()).device
-    criterion = compile_parts(net) if cfg.compile and net is not model else summed_loss
+    on_gpu = device.type == "cuda"
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # for good: graphs add to this very tensor
+        p.grad = torch.zeros_like(p)  # allocated once, because CUDA graphs add to these tensors
 
-    def backward(src, tgt, scale):
-        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
+    def forward_backward(src, tgt, scale):
+        logits = model(src, tgt[:, :-1])
+        loss = summed_loss(logits, tgt[:, 1:], cfg.smoothing) * scale
         loss.backward()
-        if net is not model:
-            for p, q in zip(model.parameters(), net.parameters()):
-                p.grad.add_(q.grad)
-            net.zero_grad()
         return loss.detach()
 
-    compute = graphed(backward, device, cfg.compile) if net is not model else backward
+    if on_gpu:  # the same computation in bf16, as a CUDA graph: see the end of the file
+        forward_backward = fast_forward_backward(model, cfg)
 
     def step(src, tgt):
-        net.train()
-        words = (tgt[:, 1:] != PAD).sum()
-        count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()  # sentences
+        model.train()
+        tokens = (tgt[:, 1:] != PAD).sum()
+        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # or sentences
         loss = torch.zeros((), device=device)
-        pieces = WORLD_SIZE * cfg.accumulate  # of a batch, one or more a process
-        for k in range(RANK, min(pieces, len(src)), WORLD_SIZE):
-            piece = src[k::pieces], tgt[k::pieces], 1 / count
-            loss += compute(*(x.to(device, non_blocking=net is not model) for x in piece))
-        update(model, cfg, optimizer)
+        n = WORLD_SIZE * cfg.accumulate  # micro-batches per step, over all processes
+        for k in range(RANK, min(n, len(src)), WORLD_SIZE):
+            micro_batch = src[k::n], tgt[k::n], 1 / count  # every process has the whole batch
+            loss += forward_backward(*(x.to(device, non_blocking=on_gpu) for x in micro_batch))
         if WORLD_SIZE > 1:
-            dist.all_reduce(loss)
-        return loss * (count / words)  # per word, whatever was counted
+            for tensor in [loss, *(p.grad for p in model.parameters())]:
+                dist.all_reduce(tensor)  # a sum: scale already divides by the whole batch
+        if 0 < cfg.clip < math.inf:
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+        for group in optimizer.param_groups:
+            group["step"] = group.get("step", 0) + 1  # stored here so that checkpoints include it
+            group["lr"] = learning_rate(cfg, group["step"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # CUDA graphs keep using the same tensors
+        return loss * (count / tokens)  # per target token, whatever --loss-per says
 
     return step
 
 
-def compile_parts(net):
-    """Has torch.compile fuse the network's Parts; returns the loss, fused likewise."""
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # torch 2.11 has it
-        torch._inductor.config.triton.mix_order_reduction = False  # slow in LayerNorm's gradient
-    torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
-    for part in net.modules():
-        if isinstance(part, Parts):
-            part.compile(dynamic=True)  # once for all shapes
-    return torch.compile(summed_loss, dynamic=True)
-
-
-def update(model, cfg, optimizer):
-    """Moves the weights by their gradients, and those of the copy with them."""
-    if WORLD_SIZE > 1:
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-    for group in optimizer.param_groups:
-        group["step"] = group.get("step", 0) + 1  # kept there, so that checkpoints hold it
-        group["lr"] = learning_rate(cfg, group["step"])
-    if 0 < cfg.clip < math.inf:
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)  # graphs hold these tensors
-    in_bf16(model)  # the copy gets the new weights
+def summed_loss(logits, y, smoothing=0.0):
+    """Cross-entropy of the targets y (B,T), summed over all tokens but padding, in float32."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
+    options = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+    return F.cross_entropy(logits, y.flatten(), **options)
 
 
 @torch.inference_mode()
 def greedy(model, src, max_len, choose=None):
-    """The likeliest word, again and again: (B,T'), EOS kept, PAD after it; max_len counts EOS."""
-    net = in_bf16(model).eval()
-    limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one for all, or each
+    """Greedy decoding: tokens (B,T) with EOS, then PAD. In beam search, choose replaces argmax."""
+    net = bf16_copy(model).eval()
+    limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one int, or one per row
     memory = net.encode(src)
-    state = [x.clone() for x in net.start(memory, int(limit.max()))]
+    state = [x.clone() for x in net.init_state(memory, int(limit.max()))]  # advance updates it
     out = src.new_full((len(src), int(limit.max())), PAD)
     y = torch.full_like(src[:, 0], BOS)
     ended = limit <= 0
-    t = torch.zeros_like(src[0, :1])
+    t = src.new_zeros(1)  # words so far; a tensor, because a CUDA graph updates it
 
-    def advance():  # in place, so that a graph can do it again
+    def advance():  # updates its tensors in place, so that a CUDA graph can repeat it
         logits, new_state = net.step(y, state, memory)
         if choose is None:
-            logits[:, PAD] = -torch.inf  # it is no word
-            words = logits.argmax(-1).masked_fill(ended, PAD)
-        else:  # beam search: which hypotheses go on, and how
-            words, rows = choose(logits, out, ended)
-            new_state = net.pick(new_state, rows)
+            logits[:, PAD] = -torch.inf  # never predict padding
+            tokens = logits.argmax(-1).masked_fill(ended, PAD)
+        else:
+            tokens, rows = choose(logits, out, ended)
+            new_state = net.reorder(new_state, rows)  # memory is the same for all K rows
             out.copy_(out[rows])
-        y.copy_(words)
+        y.copy_(tokens)
         out.index_copy_(1, t, y.unsqueeze(1))
         t.add_(1)
         ended.copy_((y == EOS) | (y == PAD) | (t >= limit))
         for old, new in zip(state, new_state):
             old.copy_(new)
 
-    proceed = graphed(advance, src.device) if src.is_cuda else advance
+    if src.is_cuda:
+        advance = graphed(advance, src.device)  # recorded at the first call, then replayed
     for i in range(out.size(1)):
-        if i % 8 == 0 and ended.all():  # seldom: to look is to wait for the GPU
+        if i % 8 == 0 and ended.all():  # not every step, because .all() waits for the GPU
             break
-        proceed()
+        advance()
     return out[:, : int((out != PAD).sum(1).max())]
 
 
 def beam(model, src, max_len, K, penalty=0.0):
-    """Of K hypotheses a sentence the best by log p / ((5 + |y|) / 6)^penalty, Wu et al. 2016."""
+    """Beam search; finished hypotheses are ranked by log p / ((5 + |y|) / 6)^penalty, Wu 2016."""
     if K == 1:
         return greedy(model, src, max_len)
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float)
-    score = torch.full((len(src), K), -torch.inf, dtype=dtype, device=src.device)
-    score[:, 0] = 0  # at first a sentence's hypotheses are the same: one begins
-    first = torch.arange(len(src), device=src.device).unsqueeze(1) * K  # each one's first row
+    score = torch.full((len(src), K), -torch.inf, device=src.device)  # log p of each hypothesis
+    score[:, 0] = 0  # all K start out equal, so only the first one is extended
+    first_row = torch.arange(len(src), device=src.device).unsqueeze(1) * K
 
     def choose(logits, out, ended):
-        log_p = logits.log_softmax(-1, dtype)  # (BK,V)
-        log_p[:, PAD] = logits[:, PAD] = -torch.inf
-        words = logits.topk(min(K, logits.size(1))).indices  # no row has more than K winners
-        gain = log_p.gather(1, words)  # (BK,K)
-        gain.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        gain[:, 0].masked_fill_(ended, 0)  # an ended one goes on in one way alone, at no cost
-        words.masked_fill_(ended.unsqueeze(1), PAD)
-        total = score.view(-1, 1) + gain
-        length = ((out != PAD).sum(1) + ~ended).to(dtype).unsqueeze(1)  # this word too
-        rank = total / ((5 + length) / 6) ** penalty
-        best = rank.view(len(src), -1).topk(K).indices + first * gain.size(1)  # (B,K), sorted
+        log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
+        logits[:, PAD] = -torch.inf  # never predict padding
+        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # faster in bf16 than on log_p
+        total = score.view(-1, 1) + log_p.gather(1, tokens)  # (BK,K)
+        tokens.masked_fill_(ended.unsqueeze(1), PAD)
+        total.masked_fill_(ended.unsqueeze(1), -torch.inf)
+        total[:, 0] = torch.where(ended, score.flatten(), total[:, 0])  # ended: PAD, at no cost
+        kept = ended & score.flatten().isfinite()  # finished hypotheses are never displaced
+        priority = total.clone()
+        priority[:, 0].masked_fill_(kept, torch.inf)
+        best = priority.view(len(src), -1).topk(K).indices + first_row * tokens.size(1)  # (B,K)
         score.copy_(total.flatten()[best])
-        return words.flatten()[best.flatten()], best.flatten() // gain.size(1)
+        return tokens.flatten()[best.flatten()], best.flatten() // tokens.size(1)  # words, old rows
 
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src)).repeat_interleave(K)
-    return greedy(model, src.repeat_interleave(K, 0), limit, choose)[::K]  # the best is first
+    out = greedy(model, src.repeat_interleave(K, 0), limit, choose).view(len(src), K, -1)
+    rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
+    finished = (out == EOS).any(-1)  # a truncated hypothesis counts only if none is finished
+    rank.masked_fill_(finished.any(1, keepdim=True) & ~finished, -torch.inf)
+    return out[torch.arange(len(src)), rank.argmax(1)]
 
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """alpha (B,T,S) of a given target, in one forced pass; in the model's own floats, not bf16."""
+    """Attention weights (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
-def batches_of(pairs, vocabularies, model, tokens=8192):
-    """(rows, src, tgt) of all pairs, like lengths together, on the model's device."""
-    bitext = data.Bitext([data.sentences_of(pair[:2]) for pair in pairs], vocabularies)
+def make_batches(model, pairs, vocabularies, max_tokens=8192):
+    """Yields batches (rows, src, tgt) that cover every pair once, similar lengths together."""
+    bitext = data.Bitext([data.to_sentences(pair[:2]) for pair in pairs], vocabularies)
     device = next(model.parameters()).device
-    for rows in bitext.in_order(tokens):
+    for rows in bitext.rows_by_length(max_tokens):
         src, tgt = (torch.from_numpy(x).to(device) for x in bitext.batch(rows))
         yield rows, src, tgt
 
 
 def translate(model, sentences, vocabularies):
-    """The words of each sentence's translation, found as model.cfg says: greedy or beam."""
+    """Translates strings or lists of words into lists of words, with the search of model.cfg."""
     cfg = model.cfg
-    pairs = [(source, []) for source in data.sentences_of(sentences)]
-    tokens = 65536 if next(model.parameters()).is_cuda else 16384  # what is fastest there
-    for rows, src, _ in batches_of(pairs, vocabularies, model, tokens // cfg.beam):
-        limit = ((src != PAD).sum(1) + 49).masked_fill(src[:, 0] == EOS, 0)  # n + 50; 0 if n is 0
-        for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
-            pairs[row][1][:] = vocabularies[1].decode(numbers)
+    pairs = [(source, []) for source in data.to_sentences(sentences)]
+    max_tokens = 65536 if next(model.parameters()).is_cuda else 16384  # measured to be fastest
+    for rows, src, _ in make_batches(model, pairs, vocabularies, max_tokens // cfg.beam):
+        max_len = (src != PAD).sum(1) + 49  # the source words plus 50; src includes EOS
+        max_len.masked_fill_(src[:, 0] == EOS, 0)  # an empty sentence stays empty
+        for row, ids in zip(rows, beam(model, src, max_len, cfg.beam, cfg.length_penalty).tolist()):
+            pairs[row][1].extend(vocabularies[1].decode(ids))
     if cfg.replace_unk:
         return data.replace_unknown(pairs, alignments(model, pairs, vocabularies))
-    return [words for _, words in pairs]
+    return [target for _, target in pairs]
 
 
 def alignments(model, pairs, vocabularies):
-    """alpha of each pair: a row per target word, a column per source word, the end marks last."""
-    pairs = [data.sentences_of(pair[:2]) for pair in pairs]
-    found = [None] * len(pairs)
-    for rows, src, tgt in batches_of(pairs, vocabularies, model):
+    """One alpha per pair: a row per target word, a column per source word, EOS last in both."""
+    pairs = [data.to_sentences(pair[:2]) for pair in pairs]
+    alphas = [None] * len(pairs)
+    for rows, src, tgt in make_batches(model, pairs, vocabularies):
         for row, alpha in zip(rows, align(model, src, tgt).float().cpu().numpy()):
-            source, target = pairs[row]
-            found[row] = alpha[: len(target) + 1, : len(source) + 1]
-    return found
+            alphas[row] = alpha[: len(pairs[row][1]) + 1, : len(pairs[row][0]) + 1]
+    return alphas
 
 
 @torch.no_grad()
-def loss_of(model, pairs, vocabularies):
-    """Loss per target word, end marks counted."""
-    net = in_bf16(model).eval()
-    batches = batches_of(pairs, vocabularies, model)
-    losses = (summed_loss(net(src, tgt[:, :-1]), tgt[:, 1:]).item() for _, src, tgt in batches)
-    return sum(losses) / sum(len(data.words_of(pair[1])) + 1 for pair in pairs)
+def mean_loss(model, pairs, vocabularies):
+    """Cross-entropy per target token, EOS included, without label smoothing."""
+    net = bf16_copy(model).eval()
+    batches = make_batches(model, pairs, vocabularies)
+    loss = sum(summed_loss(net(src, tgt[:, :-1]), tgt[:, 1:]).item() for _, src, tgt in batches)
+    return loss / sum(len(data.to_words(pair[1])) + 1 for pair in pairs)
 
 
 def evaluate(model, pairs, vocabularies):
-    """Loss, perplexity, BLEU and, where there is gold, alignment error on a test set."""
-    loss = loss_of(model, pairs, vocabularies)
+    """Loss, perplexity and BLEU on a test set, and AER if its pairs have gold alignments."""
+    loss = mean_loss(model, pairs, vocabularies)
     hypotheses = translate(model, [pair[0] for pair in pairs], vocabularies)
-    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None  # [2]: gold
+    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None
     return dict(loss=loss, ppl=math.exp(min(loss, 700))) | data.scores(pairs, hypotheses, alphas)
 
 
-def read_checkpoint(path, device):
-    """What save wrote, if this script did; code in the file is not run."""
-    try:
-        saved = torch.load(path, map_location=device, weights_only=True)
-        if saved["script"] == Path(__file__).stem:
-            return saved
-        fault = f"made by {saved['script']}.py"
-    except Exception as error:  # a torn file fails in any way it likes
-        fault = getattr(error, "strerror", None) or type(error).__name__
-    raise data.InputError(f"{path}: not a sound checkpoint ({fault}); train first, or see --out")
-
-
 def load(path, device="cpu", **flags):
-    """(model, vocabularies) of a run's folder or of one checkpoint; flags change its Config."""
-    saved = read_checkpoint(Path(path, "model.pt") if Path(path).is_dir() else path, device)
-    model = Model(Config(**data.changed(saved["config"], flags))).to(device)
-    model.load_state_dict(saved.get("model") or data.mean(saved["recent"]))  # last.pt's
-    return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
+    """(model, vocabularies) of a run folder or a checkpoint file; flags override its Config."""
+    path = Path(path, "model.pt") if Path(path).is_dir() else path
+    with data.checkpoint_errors(path):
+        saved = torch.load(path, map_location=device, weights_only=True)
+        model = Model(Config(**data.override_config(saved["config"], flags))).to(device)
+        model.load_state_dict(saved.get("model") or data.average(saved["snapshots"]))
+        return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
 
 
-def fit(model, corpus, out, saved=None):
-    """Trains to the last step. model.pt: best on valid, or --average's mean; last.pt: to resume."""
+def fit(model, corpus, out, saved):
+    """Trains up to --steps. Writes model.pt (the best, or --average) and last.pt (to resume)."""
     cfg = model.cfg
-    about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
+    optimizer = make_optimizer(model, cfg)
+    with data.checkpoint_errors(out / "last.pt"):
+        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
+        if snapshots:
+            model.load_state_dict(snapshots[-1])
+            optimizer.load_state_dict(saved["optimizer"])
 
     def save(name, **content):
-        data.write(out / name, about | content, torch.save)
+        data.write(out / name, dict(config=vars(cfg), **corpus.about, **content), torch.save)
 
-    if saved is None:  # so that a run that is stopped before its first look can be resumed
-        saved = dict(step=0, log=[], recent=[])
-        save("last.pt", **saved)
-    optimizer = make_optimizer(model, cfg)
-    done, log, recent = saved["step"], saved["log"], saved["recent"]
-    if recent:
-        model.load_state_dict(recent[-1])
-        optimizer.load_state_dict(saved["optimizer"])
+    if step == 0:  # so that --resume works before the first validation
+        save("last.pt", step=0, log=[], snapshots=[])
     train_step = make_train_step(model, cfg, optimizer)
-    begin = time.perf_counter() - (log[-1]["seconds"] if log else 0)
-    batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, done)
-    bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=RANK > 0 or None)
-    for step, batch in zip(bar, batches):
-        torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that no random state need be saved
-        loss = train_step(*(torch.from_numpy(x) for x in batch))
-        if step % cfg.every and step < cfg.steps:
+    start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
+    batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)
+    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=RANK > 0 or None)
+    for step, batch in zip(bar, batches):  # disable=None: no bar unless stderr is a terminal
+        torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that resuming needs no random state
+        loss = train_step(*map(torch.from_numpy, batch))
+        if step % cfg.eval_every and step < cfg.steps:
             continue
-        with torch.compiler.set_stance("force_eager"):  # not worth compiling anew
-            valid_loss = loss_of(model, corpus.valid, corpus.vocabularies)
-        best = all(valid_loss < line["valid_loss"] for line in log)
-        seconds = time.perf_counter() - begin
+        with torch.compiler.set_stance("force_eager"):  # too short to be worth compiling
+            valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
+        is_best = valid_loss < corpus.best_loss(log)
+        seconds = time.perf_counter() - start
         log.append(dict(step=step, loss=loss.item(), valid_loss=valid_loss, seconds=seconds))
-        data.show(bar, log[-1])
-        recent = [*recent, copy.deepcopy(model.state_dict())][-cfg.average :]
-        if best or cfg.average > 1:
-            save("model.pt", model=data.mean(recent))
-        save("last.pt", step=step, log=log, recent=recent, optimizer=optimizer.state_dict())
+        data.log_validation(bar, log[-1], corpus.valid_set)
+        snapshots = [*snapshots, copy.deepcopy(model.state_dict())][-cfg.average :]
+        if is_best or cfg.average > 1:
+            save("model.pt", model=data.average(snapshots))
+        save("last.pt", step=step, log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
         data.write_log(out, log)
-    if not (out / "model.pt").exists():  # resumed without it, and not better since
-        save("model.pt", model=data.mean(recent))
     return log
 
 
 def train(args, device):
-    """Trains a new run, or goes on with one, and reports on it."""
-    begin = time.perf_counter()
-    last = args.out / "last.pt"  # a run that had hardly begun has none
-    saved = read_checkpoint(last, device) if args.resume and last.exists() else None
-    cfg = Config(**(data.changed(saved["config"], args.config) if saved else args.config))
-    files = (args.train, args.valid) if args.train or not saved else saved["files"]
-    corpus = data.Corpus(cfg, *files, saved["words"] if saved else None)
+    """Trains a new run or resumes one, then scores the model and draws alignments."""
+    start = time.perf_counter()
+    files = args.train, args.valid
+    saved = dict(config=args.config, files=files, words=None, step=0, log=[], snapshots=[])
+    with data.checkpoint_errors(args.out / "last.pt"):
+        if args.resume:
+            saved = torch.load(args.out / "last.pt", map_location=device, weights_only=True)
+            saved["config"] = data.override_config(saved["config"], args.config)
+            files = files if args.train else saved["files"]
+        cfg, words = Config(**saved["config"]), saved["words"]
+    corpus = data.Corpus(cfg, *files, words)
     torch.manual_seed(cfg.seed)
     model = Model(dataclasses.replace(cfg, **corpus.sizes)).to(device)
     if RANK == 0:
-        data.claim(args.out, args.resume)
+        args.out.mkdir(parents=True, exist_ok=args.resume)
         print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
     log = fit(model, corpus, args.out, saved)
     if RANK == 0:
@@ -574,38 +506,115 @@ def train(args, device):
         result = evaluate(model, corpus.test, vocabularies)
         pairs = list(zip(corpus.examples, translate(model, corpus.examples, vocabularies)))
         alphas = alignments(model, pairs, vocabularies)
-        result |= dict(seconds=time.perf_counter() - begin, seed=cfg.seed)
-        result |= dict(gpu_memory_gib=torch.cuda.max_memory_reserved() / 2**30)
+        gib = torch.cuda.max_memory_reserved() / 2**30
+        result |= dict(seconds=time.perf_counter() - start, seed=cfg.seed, gpu_memory_gib=gib)
         data.report(args.out, log, corpus, result, pairs, alphas)
 
 
-def answer(args, device):
-    """--test: scores. --translate and --align: a line for each line, some thousand at a time."""
+def infer(args, device):
+    """--test prints scores; --translate and --align print one line per input line."""
     model, vocabularies = load(args.out, device, **args.config)
     if args.test:
-        print(data.in_words(evaluate(model, data.some_pairs(*args.test), vocabularies)))
+        print(data.format_scores(evaluate(model, list(data.read_pairs(*args.test)), vocabularies)))
         return
-    for pairs in data.chunks(args.align, vocabularies[0]):
+    for pairs in data.read_requests(args.align, vocabularies[0]):
         if args.translate:
             sources = [source for source, _ in pairs]
             pairs = list(zip(sources, translate(model, sources, vocabularies)))
-        alphas = alignments(model, pairs, vocabularies) if args.draws else None
-        data.print_answers(args, pairs, alphas)
+        drawn = pairs if args.align else pairs[: args.pictures]
+        data.print_results(args, pairs, alignments(model, drawn, vocabularies))
 
 
 def main(argv=None):
-    """The command line; a user's mistake gets one line and status 2."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less waste
-    torch.backends.mkldnn.set_flags(False)  # oneDNN: slower on ARM, on x86 for some scripts
+    """The command line. User errors print one line and exit with status 2."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less memory
+    torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
     has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
-    with data.one_line_for_mistakes():
-        args = data.parse_flags(Config, __doc__, [name for name in has if has[name]], argv)
+    with data.one_line_errors():
+        args = data.parse_args(Config, __doc__, [name for name in has if has[name]], argv)
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if WORLD_SIZE > 1:
             dist.init_process_group()
-        work = answer if args.translate or args.align or args.test else train
-        work(args, torch.device(args.device))
+        (infer if args.inference else train)(args, torch.device(args.device))
+
+
+# ---- speed: what follows changes no result, only the time it takes; skip it at first ----
+
+
+@torch.no_grad()
+def bf16_copy(model):
+    """On CUDA, a bf16 copy of the model with its current weights; elsewhere the model itself."""
+    if not next(model.parameters()).is_cuda:
+        return model
+    if "bf16" not in model.__dict__:
+        with torch.inference_mode(False):  # so that net can be trained even if greedy made it
+            net = copy.deepcopy(model).half()  # .bfloat16() would not flatten RNN weights for cuDNN
+        for p in net.parameters():
+            p.data = p.data.view(torch.bfloat16)  # meaningless values until the copy below
+        model.__dict__["bf16"] = net  # not registered as a submodule, so not in checkpoints
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN attention is re-planned for every shape
+    torch._foreach_copy_(list(model.bf16.parameters()), list(model.parameters()))
+    return model.bf16
+
+
+def fast_forward_backward(model, cfg):
+    """forward_backward of make_train_step in bf16, recorded as one CUDA graph per batch shape."""
+    net = bf16_copy(model)
+    criterion = compile_parts(net) if cfg.compile else summed_loss
+
+    def forward_backward(src, tgt, scale):
+        bf16_copy(model)  # refreshes net with the weights of the last update
+        net.train()
+        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
+        loss.backward()
+        for p, q in zip(model.parameters(), net.parameters()):
+            p.grad.add_(q.grad)  # gradients are summed in float32
+        net.zero_grad()
+        return loss.detach()
+
+    return graphed(forward_backward, next(model.parameters()).device, cfg.compile)
+
+
+def compile_parts(net):
+    """Compiles the modules listed in COMPILED and the loss; returns the compiled loss."""
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # since torch 2.11
+        torch._inductor.config.triton.mix_order_reduction = False  # slow in LayerNorm's backward
+    torch.fx.experimental._config.use_duck_shape = False  # equal sizes need not stay equal
+    for part in net.modules():
+        if isinstance(part, COMPILED):
+            part.compile(dynamic=True)  # one compilation for all shapes
+    return torch.compile(summed_loss, dynamic=True)
+
+
+def graphed(function, device, compiles=False):
+    """Records the kernels that function launches, once per input shape, and replays them later."""
+    graphs = {}  # input shapes -> graph, its input buffers, its output
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def call(*inputs):
+        nonlocal compiles
+        if compiles:  # the first call compiles, which cannot be recorded
+            compiles = False
+            return function(*inputs)
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in graphs:
+            graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
+            torch.cuda.synchronize(device)
+            if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
+                torch.cuda.empty_cache()  # recordings cannot reuse memory cached by other code
+            with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
+                graph.capture_begin(pool, "relaxed")  # allows kernels to be loaded meanwhile
+                output = function(*buffers)  # eagerly where torch.compile would recompile
+                graph.capture_end()
+            graphs[shapes] = graph, buffers, output
+        graph, buffers, output = graphs[shapes]
+        for buffer, x in zip(buffers, inputs):
+            buffer.copy_(x)  # a replay reads the memory addresses of its recording
+        graph.replay()
+        return output
+
+    return call
 
 
 if __name__ == "__main__":

@@ -2,28 +2,29 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tqdm"]
 # ///
-"""Luong attention: look back after the recurrent step, everywhere or through a window.
+"""Luong attention: global or local attention after the recurrent step, with simpler scores.
 Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 1508.04025
 
-    h_t = LSTM([y_{t-1} ; h~_{t-1}])           the decoder's top layer; h~: input feeding only 3.3
-    score(h_t, h-_s) = h_t^T W_a h-_s          general; dot: without W_a; concat: a tanh layer  3.1
-    a_t(s) = softmax_s(score(h_t, h-_s))       the alignment                                    (7)
-    a_t = softmax(W_a h_t)                     location: instead of a score                     (8)
-    p_t = S sigmoid(v_p^T tanh(W_p h_t))       centre of the window |s - p_t| <= D; local-m: t  (9)
+    h_t = LSTM([y_{t-1} ; h~_{t-1}])           top decoder layer; h~ only with input feeding    3.3
+    score(h_t, hbar_s) = h_t^T W_a hbar_s      general; dot: no W_a; concat: a tanh layer       3.1
+    a_t(s) = softmax_s(score(h_t, hbar_s))     attention weights                                (7)
+    a_t = softmax(W_a h_t)                     location: by position, instead of a score        (8)
+    p_t = S sigmoid(v_p^T tanh(W_p h_t))       center of |s - p_t| <= D; p_t = t in local-m     (9)
     a_t(s) *= exp(-(s - p_t)^2 / (2 sigma^2))  local-p only, sigma = D/2                       (10)
-    h~_t = tanh(W_c [c_t ; h_t])               c_t = sum_s a_t(s) h-_s, the context             (5)
+    h~_t = tanh(W_c [c_t ; h_t])               with the context c_t = sum_s a_t(s) hbar_s       (5)
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                        (6)
 
-    python luong.py                            built-in corpus: BLEU 97, AER 0.04, 91 s, 2 cores
+    python luong.py                            built-in corpus: BLEU 96, AER 0.03, 2 min on 2 cores
     python luong.py --paper --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 Deviations from the paper
-- Where they are silent: s is 1 to S in reading order, though the source is read reversed, and S is
-  the end mark; local-m's p_t = t stops at S; location goes with global attention only.
-- alpha: a_t scaled to sum to 1, read as y_t's; theirs is y_{t-1}'s but for location (note 14).
-- concat learns all of W_a; the authors fixed the half that meets h-_s to the identity (note 15).
-- The schedule takes --steps for the paper's 12 epochs (10 without dropout). bf16 on CUDA, for
-  speed; at lr 1.0 rounding alone changes a run. Our choice: beam 10, n + 50 words at most for n.
-- Without --paper: small, Adam, label smoothing, no input feeding, greedy: learns in two minutes.
+- Our choice where the paper is silent: s counts from 1 to S in reading order, EOS included; p_t = t
+  of local-m stops at S; location weights are renormalized over the sentence, and need global
+  attention; beam 10, at most n + 50 words; model.pt is the best on validation data.
+- alpha is a_t scaled to sum to 1, read as the alignment of y_t; footnote 14 reads it as y_{t-1}'s.
+- concat learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
+- --replace-unk always copies the source word; the authors first try a dictionary.
+- --steps stands for the paper's 12 epochs (10 without dropout). On CUDA, bf16 is used for speed.
+- Without --paper: smaller, Adam, label smoothing, no input feeding, greedy, to train in 2 minutes.
 """
 
 import copy
@@ -32,7 +33,6 @@ import math
 import os
 import time
 import typing
-import weakref
 from pathlib import Path
 
 import torch
@@ -42,136 +42,146 @@ import torch.nn.functional as F
 from tqdm import trange
 
 import data
-from data import BOS, EOS, PAD
+from data import BOS, EOS, PAD, RANK, WORLD_SIZE
 
 
 @dataclasses.dataclass
 class Config:
     # fmt: off
     # text
-    src_vocab: int = 30000     # source words kept, the most frequent; the others become <unk>
-    tgt_vocab: int = 30000     # target words kept, likewise
-    joint: bool = False        # one vocabulary for both languages, of --src-vocab words
-    min_count: int = 1         # rarer words become <unk>
-    max_len: int = 0           # words in a training sentence at most (0: 30 built-in, 100 your own)
+    src_vocab: int = 30000     # source vocabulary size: the most frequent words, the rest is <unk>
+    tgt_vocab: int = 30000     # target vocabulary size
+    share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
+    min_count: int = 1         # words seen fewer times in the training text become <unk>
+    max_len: int = 0           # longest training sentence in words (0: 100, or 30 if built-in)
     # model
-    emb: int = 128             # size of a word embedding
-    hidden: int = 128          # cells of each LSTM layer
-    layers: int = 1            # LSTM layers, in the encoder and in the decoder
+    emb: int = 128             # embedding size
+    hidden: int = 128          # LSTM units per layer
+    layers: int = 1            # LSTM layers of the encoder and of the decoder
     score: typing.Literal["dot", "general", "concat", "location"] = "general"  # section 3.1
-    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # or a window, section 3.2
-    D: int = 10                # words in the window on each side of p_t
-    input_feeding: bool = False  # h~_{t-1} is part of the decoder's next input, 3.3
-    reverse: bool = True       # read the source backwards
-    dropout: float = 0.2       # on each LSTM layer's input and the softmax's
-    init: float = 0.15         # every weight is drawn between this and its negative
+    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # section 3.2
+    window: int = 10           # D, words on each side of p_t in local attention
+    input_feeding: bool = False  # feed h~_{t-1} into the next decoder step, section 3.3
+    reverse: bool = True       # reverse the source, as in table 1
+    dropout: float = 0.2       # before each LSTM layer and the softmax
+    init: float = 0.15         # initial weights are uniform between -init and init
     # training
-    optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd is the paper's
+    optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd in the paper
     lr: float = 0.006          # learning rate
-    warmup: int = 30           # steps until Adam's learning rate is reached; then it falls to 0
-    clip: float = 1.0          # a gradient of greater norm is scaled down to it (0: none is)
-    smoothing: float = 0.1     # label smoothing; the paper has none
-    per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
-    tokens: int = 1024         # source and target tokens in a batch, padding counted
-    sentences: int = 1000      # sentences in a batch at most
-    accumulate: int = 1        # pieces a batch is computed in, to save memory
+    warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
+    clip: float = 1.0          # maximum gradient norm (0: no clipping)
+    smoothing: float = 0.1     # label smoothing; none in the paper
+    loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
+    batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
+    batch_sentences: int = 1000  # maximum sentences per batch
+    accumulate: int = 1        # split each batch into N micro-batches per process, to save memory
     steps: int = 1700          # training steps
-    every: int = 200           # steps between two looks at the validation set
-    average: int = 1           # if above 1: keep the mean of the weights at the last so many looks
-    compile: bool = False      # torch.compile what it makes faster, on CUDA
-    seed: int = 1              # of all that is random
+    eval_every: int = 200      # steps between validations
+    average: int = 1           # average the last N validated models (1: keep the best model)
+    compile: bool = False      # use torch.compile, on CUDA only
+    seed: int = 1              # random seed of initialization, batches and dropout
     # decoding
-    beam: int = 1              # hypotheses kept; 1 is greedy
-    alpha: float = 0.0         # not the alignment: log p is divided by ((5 + |y|) / 6)^alpha
-    replace_unk: bool = False  # an <unk> becomes the source word it is aligned with
+    beam: int = 1              # beam size; 1 is greedy decoding
+    length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
+    replace_unk: bool = False  # replace each <unk> with the source word it attends to most
     # fmt: on
 
     def __post_init__(self):
         data.check(self)
         if self.score == "location" and self.attention != "global":
-            raise data.InputError("--score location weighs all words; use --attention global")
+            raise data.InputError("--score location: works only with --attention global")
 
     @classmethod
     def paper(cls, **overrides):
-        """Section 4.1, table 1's best single model. 12 epochs of 4.5 million pairs, 128 a batch."""
+        """Section 4.1, the best single model of table 1, trained on 4.5 million pairs."""
         sizes = dict(src_vocab=50000, tgt_vocab=50000, emb=1000, hidden=1000, layers=4, init=0.1)
         best = dict(attention="local-p", input_feeding=True, beam=10, replace_unk=True)
-        recipe = dict(
-            optimizer="sgd", lr=1.0, clip=5.0, smoothing=0.0, per="sentence", compile=True
-        )
-        batches = dict(sentences=128, tokens=14000, max_len=50, steps=421875, every=5000)
-        return cls(**sizes | best | recipe | batches | overrides)
+        recipe = dict(optimizer="sgd", lr=1.0, clip=5.0, smoothing=0.0, loss_per="sentence")
+        batches = dict(batch_sentences=128, batch_tokens=14000, max_len=50, eval_every=5000)
+        steps = 421875 if overrides.get("dropout", 0.2) else 351562  # 12 epochs, or 10
+        return cls(**sizes | best | recipe | batches | dict(steps=steps, compile=True) | overrides)
 
 
-# x source, y target, h_t decoder's state, h_bar (h-) encoder's states, a_t alignment, c_t context,
-# h_tilde (h~), p_t centre. Shapes: B batch, S source length, T target length (1 when stepping),
-# E embedding, H hidden, L layers, V vocabulary. A mask is True where nobody may look.
+# x source, y target, h_bar encoder states, h_t decoder state, a_t attention weights, c_t
+# context, h_tilde (h~) attentional state, p_t window center. Shapes: B batch, S source length,
+# T target length, E embedding, H hidden, L layers, V vocabulary. In a mask, True = masked.
 
 
 class LuongAttention(nn.Module):
-    """Where in the source is target word t? Asked of one step or of all at once."""
+    """Global or local attention, 3.1 and 3.2: context, alpha = attention(query, source, mask)."""
 
-    def __init__(self, hidden, score="general", attention="global", D=10, positions=101):
+    def __init__(self, hidden, score="general", attention="global", window=10, positions=101):
         super().__init__()
-        if score not in ("dot", "general", "concat", "location"):
-            raise ValueError(f"no such score: {score!r}")
-        if attention not in ("global", "local-m", "local-p"):
-            raise ValueError(f"no such attention: {attention!r}")
+        scores = ("dot", "general", "concat") + ("location",) * (attention == "global")
+        if score not in scores or attention not in ("global", "local-m", "local-p") or window < 1:
+            raise ValueError(f"score, attention or window: {score!r}, {attention!r}, {window!r}")
+        self.hidden = hidden
         self.score = score
         self.attention = attention
-        self.D = D
-        shapes = dict(general=(hidden, hidden), concat=(hidden, 2 * hidden))
-        shapes["location"] = positions, hidden  # words beyond the last position get nothing
-        if score in shapes:
-            self.W_a = nn.Parameter(torch.empty(shapes[score]))
+        self.D = window
+        sizes = dict(general=(hidden, hidden), concat=(2 * hidden, hidden))
+        sizes["location"] = hidden, positions  # words at later positions get zero weight
+        if score in sizes:
+            self.W_a = nn.Linear(*sizes[score], bias=False)
         if score == "concat":
-            self.v_a = nn.Parameter(torch.empty(hidden))
+            self.v_a = nn.Linear(hidden, 1, bias=False)
         if attention == "local-p":
-            self.W_p = nn.Parameter(torch.empty(hidden, hidden))
-            self.v_p = nn.Parameter(torch.empty(hidden))
-        for p in self.parameters():
-            nn.init.uniform_(p, -0.1, 0.1)
+            self.W_p = nn.Linear(hidden, hidden, bias=False)
+            self.v_p = nn.Linear(hidden, 1, bias=False)
 
-    def keys(self, h_bar):  # the part of the score without h_t: computed once a sentence
+    def keys(self, h_bar):  # the part of the score that does not depend on h_t   (B,S,H)
         if self.score == "general":
-            return h_bar @ self.W_a.T  # W_a h-_s   (B,S,H)
+            return self.W_a(h_bar)  # W_a hbar_s
         if self.score == "concat":
-            return h_bar @ self.W_a[:, h_bar.size(-1) :].T  # h-_s's half of W_a [h_t ; h-_s]
+            return F.linear(h_bar, self.W_a.weight[:, self.hidden :])  # W_a's half for hbar_s
         return h_bar
 
-    def scores(self, h_t, keys):  # (B,T,S)
+    def scores(self, h_t, keys):  # (B,T,S); location: one score per position
         if self.score == "location":
-            e = h_t @ self.W_a.T  # eq. (8)
-            return F.pad(e, (0, keys.size(1) - e.size(-1)), value=-torch.inf)  # to S; below 0: cut
+            return self.W_a(h_t)  # eq. (8)
         if self.score == "concat":
-            W_a_h_t = h_t @ self.W_a[:, : h_t.size(-1)].T
-            return torch.tanh(W_a_h_t.unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a
+            W_a_h_t = F.linear(h_t, self.W_a.weight[:, : self.hidden])
+            return self.v_a(torch.tanh(W_a_h_t.unsqueeze(2) + keys.unsqueeze(1))).squeeze(-1)
         return h_t @ keys.mT  # dot, general
 
-    def forward(self, h_t, keys, h_bar, mask=None, t=None):  # h_t (B,T,H)  keys, h_bar (B,S,H)
-        if mask is None:
-            mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool)  # (B,S)
-        if t is None:
-            t = torch.arange(1, h_t.size(1) + 1, device=h_t.device)  # (T,)
-        s = torch.arange(1, h_bar.size(1) + 1, device=h_bar.device)  # (S,)
-        S = (~mask).sum(-1).view(-1, 1, 1).float()  # eq. (9)'s S: without padding   (B,1,1)
-        outside = mask.unsqueeze(1)  # (B,1,S)
-        if self.attention == "local-m":
-            p_t = torch.minimum(t.view(-1, 1), S)  # p_t = t, at most S   (B,T,1)
+    def center(self, h_t, S, t):  # p_t of the window (B,T,1), for sources of S words (B,1,1)
         if self.attention == "local-p":
-            p_t = S * torch.sigmoid(torch.tanh(h_t @ self.W_p.T) @ self.v_p).unsqueeze(-1)  # (9)
+            return S * torch.sigmoid(self.v_p(torch.tanh(self.W_p(h_t))))  # eq. (9)
+        if t is None and h_t.size(1) == 1:
+            raise ValueError("t: local-m needs the number of the decoder step, from 1")
+        t = torch.arange(1, h_t.size(1) + 1, device=h_t.device) if t is None else t
+        return torch.minimum(t.view(-1, 1), S)  # local-m: p_t = t, but at most S
+
+    def forward(self, h_t, h_bar, mask=None, keys=None, t=None):
+        """h_t (B,T,H) or (B,H), h_bar (B,S,H), mask (B,S), t (T,): decoder steps for local-m."""
+        if h_t.ndim == 2:
+            c_t, a_t = self(h_t.unsqueeze(1), h_bar, mask, keys, t)
+            return c_t.squeeze(1), a_t.squeeze(1)
+        if h_bar.ndim != 3 or h_bar.size(-1) != self.hidden:
+            raise ValueError(f"source: expected (B,S,{self.hidden}), got {tuple(h_bar.shape)}")
+        if h_t.ndim != 3 or h_t.shape[::2] != h_bar.shape[::2]:  # B and H must agree
+            raise ValueError(f"query: expected (B,T,{self.hidden}), got {tuple(h_t.shape)}")
+        mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool) if mask is None else mask
+        if mask.dtype != torch.bool or mask.shape != h_bar.shape[:2]:
+            raise ValueError(f"mask: expected bool (B,S), got {mask.dtype} {tuple(mask.shape)}")
+        e = self.scores(h_t, self.keys(h_bar) if keys is None else keys)
+        s = (~mask).cumsum(-1).unsqueeze(1)  # positions 1 to S, on whichever side the padding is
+        outside = mask.unsqueeze(1)  # (B,1,S)
+        if self.score == "location":
+            outside = outside | (s > e.size(-1))
+            e = e.gather(-1, (s - 1).clamp(0, e.size(-1) - 1).expand(-1, h_t.size(1), -1))
         if self.attention != "global":
-            outside = outside | ((s - p_t).abs() > self.D)  # beyond the window
-        e = self.scores(h_t, keys).masked_fill(outside, -torch.inf)
-        a_t = e.softmax(-1)  # eq. (7)   (B,T,S)
+            p_t = self.center(h_t, s[..., -1:].float(), t)
+            outside = outside | ((s - p_t).abs() > self.D)  # outside the window
+        a_t = e.masked_fill(outside, -torch.inf).softmax(-1)  # eq. (7)   (B,T,S)
+        a_t = a_t.masked_fill(outside, 0)  # not NaN if the whole source is masked
         if self.attention == "local-p":
             a_t = a_t * torch.exp(-((s - p_t) ** 2) / (2 * (self.D / 2) ** 2))  # eq. (10)
-        c_t = a_t.to(h_bar.dtype) @ h_bar  # local-p's a_t is float32   (B,T,H)
-        return c_t, a_t
+        return a_t.to(h_bar.dtype) @ h_bar, a_t  # a_t of local-p is float32   (B,T,H)
 
 
 class DeepLSTM(nn.Module):
-    """LSTM layers, dropout before each: CUDA graphs cannot record that of nn.LSTM(dropout=...)."""
+    """A stack of LSTMs; their dropout is ours because CUDA graphs cannot record nn.LSTM's."""
 
     def __init__(self, size, hidden, layers, dropout):
         super().__init__()
@@ -179,25 +189,26 @@ class DeepLSTM(nn.Module):
         self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True) for n in sizes)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x, state=None, padding=None):  # decoder: h, c (L,B,H); encoder: padding (B,T)
+    def forward(self, x, state=None, padding=None):
+        """x (B,T,E); state: h, c (L,B,H), zero by default; padding (B,T) must be on the left."""
         last = []
         for n, layer in enumerate(self.layers):
             x = self.drop(x)
             if padding is None:
-                x, (h, c) = layer(x, tuple(part[n : n + 1] for part in state))
+                x, (h, c) = layer(x, state and tuple(part[n : n + 1] for part in state))
             else:
-                x, h, c = after_padding(layer, x, padding)
+                x, h, c = lstm_after_padding(layer, x, padding)
             last.append((h, c))
         return x, tuple(torch.cat(part) for part in zip(*last))
 
 
-def after_padding(lstm, x, padding):
-    """lstm(x) without the padding (B,T) before each sentence; CUDA graphs cannot record packing."""
+def lstm_after_padding(lstm, x, padding):
+    """lstm(x), ignoring left padding (B,T); CUDA graphs cannot record packed sequences."""
     W_ih, *others = lstm.all_weights[0]
-    shut = W_ih.new_zeros(len(W_ih), 8)  # a further input of 8 columns, as GPUs like them,
-    shut[: lstm.hidden_size] = -1e4  # that shuts gate i: c = f * 0 + 0 * g = 0, h = o * tanh(0) = 0
-    weights = [torch.cat([W_ih, shut], 1), *others]
-    flat = torch.cat([w.flatten() for w in weights])  # in one piece, as cuDNN wants them
+    closed = W_ih.new_zeros(len(W_ih), 8)  # weights of a padding flag, 8 times: memory alignment
+    closed[: lstm.hidden_size] = -1e4  # close the input gate: c = f * 0 + 0 * g = 0, so h = 0
+    weights = [torch.cat([W_ih, closed], 1), *others]
+    flat = torch.cat([w.flatten() for w in weights])  # contiguous, as cuDNN requires
     parts = flat.split([w.numel() for w in weights])
     weights = [part.view_as(w) for part, w in zip(parts, weights)]
     x = torch.cat([x, padding.to(x.dtype).unsqueeze(-1).expand(-1, -1, 8)], -1)
@@ -205,27 +216,27 @@ def after_padding(lstm, x, padding):
     return torch.lstm(x, (zero, zero), weights, True, 1, 0.0, lstm.training, False, True)
 
 
-def turned(x, src):
-    """x (B,S,E), each sentence's words in reverse order, its padding still behind them."""
+def reverse_words(x, src):
+    """Reverses the words (and EOS) of each sentence in x (B,S,*); padding stays on the right."""
     length = (src != PAD).sum(1, keepdim=True)
-    place = torch.arange(src.size(1), device=src.device)
-    index = ((length - 1 - place) % src.size(1)).unsqueeze(-1)  # below 0: padding, from the end
+    position = torch.arange(src.size(1), device=src.device)
+    index = ((length - 1 - position) % src.size(1)).unsqueeze(-1)  # padding wraps to the end
     return x.gather(1, index.expand_as(x))
 
 
 class LuongNMT(nn.Module):
-    """The whole model: a deep LSTM reads, another writes and looks back."""
+    """The complete model: a deep LSTM encoder, a deep LSTM decoder, attention on the top layers."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        fed = cfg.hidden if cfg.input_feeding else 0
+        fed = cfg.hidden if cfg.input_feeding else 0  # size of h~_{t-1}
         self.E_x = nn.Embedding(cfg.src_vocab, cfg.emb)
         self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.emb)
         self.encoder = DeepLSTM(cfg.emb, cfg.hidden, cfg.layers, cfg.dropout)
         self.decoder = DeepLSTM(cfg.emb + fed, cfg.hidden, cfg.layers, cfg.dropout)
-        positions = (cfg.max_len or 100) + 1  # the longest training sentence and its end mark
-        self.attention = LuongAttention(cfg.hidden, cfg.score, cfg.attention, cfg.D, positions)
+        positions = (cfg.max_len or 100) + 1  # of the longest training sentence, EOS included
+        self.attention = LuongAttention(cfg.hidden, cfg.score, cfg.attention, cfg.window, positions)
         self.W_c = nn.Linear(2 * cfg.hidden, cfg.hidden, bias=False)
         self.W_s = nn.Linear(cfg.hidden, cfg.tgt_vocab, bias=False)
         self.drop = nn.Dropout(cfg.dropout)
@@ -233,31 +244,28 @@ class LuongNMT(nn.Module):
             nn.init.uniform_(p, -cfg.init, cfg.init)  # section 4.1
 
     def encode(self, src):
-        x = self.E_x(src)  # (B,S,E)
-        if not self.cfg.reverse:
-            x = turned(x, src)  # which flip undoes; the padding comes to the front either way
-        h_bar, (h, c) = self.encoder(x.flip(1), padding=(src == PAD).flip(1))  # read backwards
-        h_bar = h_bar.flip(1)  # in the order of src again
-        if not self.cfg.reverse:
-            h_bar = turned(h_bar, src)
-        return self.attention.keys(h_bar), h_bar, src == PAD, h, c  # h, c: after the word read last
+        x = self.E_x(src) if self.cfg.reverse else reverse_words(self.E_x(src), src)  # (B,S,E)
+        padding = (src == PAD).flip(1)  # flip moves it left and reverses x (back if not --reverse)
+        h_bar, (h, c) = self.encoder(x.flip(1), padding=padding)
+        h_bar = h_bar.flip(1) if self.cfg.reverse else reverse_words(h_bar.flip(1), src)  # (B,S,H)
+        return self.attention.keys(h_bar), h_bar, src == PAD, h, c
 
-    def start(self, memory, room=None):  # room: the Transformer's cache needs it
+    def init_state(self, memory, max_len=None):  # max_len is unused here; transformer.py needs it
         _, h_bar, _, h, c = memory
         t = torch.ones(1, dtype=torch.long, device=h.device)
         return h, c, torch.zeros_like(h_bar[:, 0]), t
 
-    def pick(self, state, rows):  # the states of these rows, for beam search
+    def reorder(self, state, rows):  # for beam search
         h, c, h_tilde, t = state
         return h[:, rows], c[:, rows], h_tilde[rows], t
 
     def attend(self, h_t, memory, t):  # h_t (B,T,H)  t (T,)
         keys, h_bar, mask, _, _ = memory
-        c_t, a_t = self.attention(h_t, keys, h_bar, mask, t)
+        c_t, a_t = self.attention(h_t, h_bar, mask, keys, t)
         h_tilde = torch.tanh(self.W_c(torch.cat([c_t, h_t], -1)))  # eq. (5)   (B,T,H)
         return h_tilde, a_t
 
-    def advance(self, y, state, memory):  # y (B,E): one step
+    def advance(self, y, state, memory):  # one step, y (B,E)
         h, c, h_tilde, t = state
         x = torch.cat([y, h_tilde], -1) if self.cfg.input_feeding else y  # section 3.3
         last = []
@@ -265,7 +273,7 @@ class LuongNMT(nn.Module):
             x, c_n = torch.lstm_cell(self.drop(x), (h_n, c_n), *layer.all_weights[0])
             last.append((x, c_n))
         h, c = (torch.stack(part) for part in zip(*last))
-        h_tilde, a_t = self.attend(x.unsqueeze(1), memory, t)  # x: by now h_t, the top layer's
+        h_tilde, a_t = self.attend(x.unsqueeze(1), memory, t)  # x is now h_t
         return (h, c, h_tilde.squeeze(1), t + 1), a_t.squeeze(1)
 
     def step(self, y, state, memory):  # y (B,)
@@ -274,356 +282,281 @@ class LuongNMT(nn.Module):
 
     def forward(self, src, tgt_in, need_alpha=False):
         memory = self.encode(src)
-        state = self.start(memory)
+        state = self.init_state(memory)
         y = self.E_y(tgt_in)  # (B,T,E)
-        if self.cfg.input_feeding:  # every step waits for the h~ of the one before
+        if self.cfg.input_feeding:  # each step needs h~ of the previous one
             steps = []
             for y_t in y.unbind(1):
                 state, a_t = self.advance(y_t, state, memory)
                 steps.append((state[2], a_t))
             h_tilde, a_t = (torch.stack(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,S)
-        else:  # none does: the whole target in one call
+        else:
             h_t, _ = self.decoder(y, state[:2])
-            h_tilde, a_t = self.attend(h_t, memory, None)
+            t = torch.arange(1, tgt_in.size(1) + 1, device=src.device)
+            h_tilde, a_t = self.attend(h_t, memory, t)
         logits = self.W_s(self.drop(h_tilde))  # eq. (6)   (B,T,V)
-        return (logits, a_t / a_t.sum(-1, keepdim=True)) if need_alpha else logits
+        total = a_t.sum(-1, keepdim=True).clamp_min(torch.finfo(a_t.dtype).tiny)  # 0 if all masked
+        return (logits, a_t / total) if need_alpha else logits
 
 
 def make_optimizer(model, cfg):
-    """Plain SGD is the paper's, 4.1."""
+    """Plain SGD as in section 4.1, or Adam."""
     if cfg.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=cfg.lr)
     return torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
 
 
 def learning_rate(cfg, step):
-    """Section 4.1: SGD's is halved every epoch after 8 of 12 (5 of 10 without dropout)."""
+    """SGD: halved every epoch after 8 of 12 (5 of 10 without dropout), 4.1. Adam: linear decay."""
     if cfg.optimizer == "adam":
         return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
     epochs, constant = (12, 8) if cfg.dropout else (10, 5)
     return cfg.lr * 0.5 ** max(epochs * (step - 1) // cfg.steps - constant + 1, 0)
 
 
-Model = LuongNMT  # its name from here on
-Parts = (LuongAttention,)  # what --compile compiles
+Model = LuongNMT
+COMPILED = (LuongAttention,)  # what --compile compiles
 
 # ---- the same in every script from here on ----
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets both
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-COPIES = weakref.WeakKeyDictionary()  # the bf16 copies of models: it takes long to make one
-
-
-@torch.no_grad()
-def in_bf16(model):
-    """On CUDA the model's bf16 copy, its weights brought up to date; elsewhere the model itself."""
-    if not next(model.parameters()).is_cuda:
-        return model
-    if model not in COPIES:
-        with torch.inference_mode(False):
-            net = copy.deepcopy(model).half()  # lays RNN weights out for cuDNN; bf16 would not
-        for p in net.parameters():
-            p.data = p.data.view(torch.bfloat16)  # the layout alone; the values come below
-        COPIES[model] = net
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, and long, for every shape
-    torch._foreach_copy_(list(COPIES[model].parameters()), list(model.parameters()))
-    return COPIES[model]
-
-
-def graphed(function, device, compiles=False):
-    """The function as CUDA graphs: recorded when it meets new shapes, replayed from then on."""
-    graphs = {}  # by shape: a CUDA graph, the inputs it reads and the output it writes
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-
-    def call(*inputs):
-        nonlocal compiles
-        if compiles:  # in its first call, which a graph cannot record
-            compiles = False
-            return function(*inputs)
-        shapes = tuple(x.shape for x in inputs)
-        if shapes not in graphs:
-            graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
-            torch.cuda.synchronize(device)
-            if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
-                torch.cuda.empty_cache()  # a recording cannot use what others have left behind
-            with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
-                graph.capture_begin(pool, "relaxed")  # libraries may be loading their kernels
-                output = function(*buffers)
-                graph.capture_end()
-            graphs[shapes] = graph, buffers, output
-        graph, buffers, output = graphs[shapes]
-        for buffer, x in zip(buffers, inputs):
-            buffer.copy_(x)
-        graph.replay()  # one launch instead of thousands
-        return output
-
-    return call
-
-
-def summed_loss(logits, y, smoothing=0.0):
-    """Negative log-likelihood of y (B,T), summed over all words but padding."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
-    how = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
-    return F.cross_entropy(z, y.flatten(), **how)
-
 
 def make_train_step(model, cfg, optimizer=None):
-    """step(src, tgt) -> loss per target word: forward, backward, clip, update; on CUDA in bf16."""
+    """Returns step(src, tgt): trains on one batch, returns the (smoothed) loss per target token."""
     optimizer = optimizer or make_optimizer(model, cfg)
-    net = in_bf16(model)  # on CUDA a copy, elsewhere the model itself
     device = next(model.parameters()).device
-    criterion = compile_parts(net) if cfg.compile and net is not model else summed_loss
+    on_gpu = device.type == "cuda"
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # for good: graphs add to this very tensor
+        p.grad = torch.zeros_like(p)  # allocated once, because CUDA graphs add to these tensors
 
-    def backward(src, tgt, scale):
-        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
+    def forward_backward(src, tgt, scale):
+        logits = model(src, tgt[:, :-1])
+        loss = summed_loss(logits, tgt[:, 1:], cfg.smoothing) * scale
         loss.backward()
-        if net is not model:
-            for p, q in zip(model.parameters(), net.parameters()):
-                p.grad.add_(q.grad)
-            net.zero_grad()
         return loss.detach()
 
-    compute = graphed(backward, device, cfg.compile) if net is not model else backward
+    if on_gpu:  # the same computation in bf16, as a CUDA graph: see the end of the file
+        forward_backward = fast_forward_backward(model, cfg)
 
     def step(src, tgt):
-        net.train()
-        words = (tgt[:, 1:] != PAD).sum()
-        count = words if cfg.per == "token" else (tgt[:, 0] != PAD).sum()  # sentences
+        model.train()
+        tokens = (tgt[:, 1:] != PAD).sum()
+        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # or sentences
         loss = torch.zeros((), device=device)
-        pieces = WORLD_SIZE * cfg.accumulate  # of a batch, one or more a process
-        for k in range(RANK, min(pieces, len(src)), WORLD_SIZE):
-            piece = src[k::pieces], tgt[k::pieces], 1 / count
-            loss += compute(*(x.to(device, non_blocking=net is not model) for x in piece))
-        update(model, cfg, optimizer)
+        n = WORLD_SIZE * cfg.accumulate  # micro-batches per step, over all processes
+        for k in range(RANK, min(n, len(src)), WORLD_SIZE):
+            micro_batch = src[k::n], tgt[k::n], 1 / count  # every process has the whole batch
+            loss += forward_backward(*(x.to(device, non_blocking=on_gpu) for x in micro_batch))
         if WORLD_SIZE > 1:
-            dist.all_reduce(loss)
-        return loss * (count / words)  # per word, whatever was counted
+            for tensor in [loss, *(p.grad for p in model.parameters())]:
+                dist.all_reduce(tensor)  # a sum: scale already divides by the whole batch
+        if 0 < cfg.clip < math.inf:
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+        for group in optimizer.param_groups:
+            group["step"] = group.get("step", 0) + 1  # stored here so that checkpoints include it
+            group["lr"] = learning_rate(cfg, group["step"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # CUDA graphs keep using the same tensors
+        return loss * (count / tokens)  # per target token, whatever --loss-per says
 
     return step
 
 
-def compile_parts(net):
-    """Has torch.compile fuse the network's Parts; returns the loss, fused likewise."""
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # torch 2.11 has it
-        torch._inductor.config.triton.mix_order_reduction = False  # slow in LayerNorm's gradient
-    torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
-    for part in net.modules():
-        if isinstance(part, Parts):
-            part.compile(dynamic=True)  # once for all shapes
-    return torch.compile(summed_loss, dynamic=True)
-
-
-def update(model, cfg, optimizer):
-    """Moves the weights by their gradients, and those of the copy with them."""
-    if WORLD_SIZE > 1:
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-    for group in optimizer.param_groups:
-        group["step"] = group.get("step", 0) + 1  # kept there, so that checkpoints hold it
-        group["lr"] = learning_rate(cfg, group["step"])
-    if 0 < cfg.clip < math.inf:
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)  # graphs hold these tensors
-    in_bf16(model)  # the copy gets the new weights
+def summed_loss(logits, y, smoothing=0.0):
+    """Cross-entropy of the targets y (B,T), summed over all tokens but padding, in float32."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
+    options = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+    return F.cross_entropy(logits, y.flatten(), **options)
 
 
 @torch.inference_mode()
 def greedy(model, src, max_len, choose=None):
-    """The likeliest word, again and again: (B,T'), EOS kept, PAD after it; max_len counts EOS."""
-    net = in_bf16(model).eval()
-    limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one for all, or each
+    """Greedy decoding: tokens (B,T) with EOS, then PAD. In beam search, choose replaces argmax."""
+    net = bf16_copy(model).eval()
+    limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one int, or one per row
     memory = net.encode(src)
-    state = [x.clone() for x in net.start(memory, int(limit.max()))]
+    state = [x.clone() for x in net.init_state(memory, int(limit.max()))]  # advance updates it
     out = src.new_full((len(src), int(limit.max())), PAD)
     y = torch.full_like(src[:, 0], BOS)
     ended = limit <= 0
-    t = torch.zeros_like(src[0, :1])
+    t = src.new_zeros(1)  # words so far; a tensor, because a CUDA graph updates it
 
-    def advance():  # in place, so that a graph can do it again
+    def advance():  # updates its tensors in place, so that a CUDA graph can repeat it
         logits, new_state = net.step(y, state, memory)
         if choose is None:
-            logits[:, PAD] = -torch.inf  # it is no word
-            words = logits.argmax(-1).masked_fill(ended, PAD)
-        else:  # beam search: which hypotheses go on, and how
-            words, rows = choose(logits, out, ended)
-            new_state = net.pick(new_state, rows)
+            logits[:, PAD] = -torch.inf  # never predict padding
+            tokens = logits.argmax(-1).masked_fill(ended, PAD)
+        else:
+            tokens, rows = choose(logits, out, ended)
+            new_state = net.reorder(new_state, rows)  # memory is the same for all K rows
             out.copy_(out[rows])
-        y.copy_(words)
+        y.copy_(tokens)
         out.index_copy_(1, t, y.unsqueeze(1))
         t.add_(1)
         ended.copy_((y == EOS) | (y == PAD) | (t >= limit))
         for old, new in zip(state, new_state):
             old.copy_(new)
 
-    proceed = graphed(advance, src.device) if src.is_cuda else advance
+    if src.is_cuda:
+        advance = graphed(advance, src.device)  # recorded at the first call, then replayed
     for i in range(out.size(1)):
-        if i % 8 == 0 and ended.all():  # seldom: to look is to wait for the GPU
+        if i % 8 == 0 and ended.all():  # not every step, because .all() waits for the GPU
             break
-        proceed()
+        advance()
     return out[:, : int((out != PAD).sum(1).max())]
 
 
 def beam(model, src, max_len, K, penalty=0.0):
-    """Of K hypotheses a sentence the best by log p / ((5 + |y|) / 6)^penalty, Wu et al. 2016."""
+    """Beam search; finished hypotheses are ranked by log p / ((5 + |y|) / 6)^penalty, Wu 2016."""
     if K == 1:
         return greedy(model, src, max_len)
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float)
-    score = torch.full((len(src), K), -torch.inf, dtype=dtype, device=src.device)
-    score[:, 0] = 0  # at first a sentence's hypotheses are the same: one begins
-    first = torch.arange(len(src), device=src.device).unsqueeze(1) * K  # each one's first row
+    score = torch.full((len(src), K), -torch.inf, device=src.device)  # log p of each hypothesis
+    score[:, 0] = 0  # all K start out equal, so only the first one is extended
+    first_row = torch.arange(len(src), device=src.device).unsqueeze(1) * K
 
     def choose(logits, out, ended):
-        log_p = logits.log_softmax(-1, dtype)  # (BK,V)
-        log_p[:, PAD] = logits[:, PAD] = -torch.inf
-        words = logits.topk(min(K, logits.size(1))).indices  # no row has more than K winners
-        gain = log_p.gather(1, words)  # (BK,K)
-        gain.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        gain[:, 0].masked_fill_(ended, 0)  # an ended one goes on in one way alone, at no cost
-        words.masked_fill_(ended.unsqueeze(1), PAD)
-        total = score.view(-1, 1) + gain
-        length = ((out != PAD).sum(1) + ~ended).to(dtype).unsqueeze(1)  # this word too
-        rank = total / ((5 + length) / 6) ** penalty
-        best = rank.view(len(src), -1).topk(K).indices + first * gain.size(1)  # (B,K), sorted
+        log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
+        logits[:, PAD] = -torch.inf  # never predict padding
+        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # faster in bf16 than on log_p
+        total = score.view(-1, 1) + log_p.gather(1, tokens)  # (BK,K)
+        tokens.masked_fill_(ended.unsqueeze(1), PAD)
+        total.masked_fill_(ended.unsqueeze(1), -torch.inf)
+        total[:, 0] = torch.where(ended, score.flatten(), total[:, 0])  # ended: PAD, at no cost
+        kept = ended & score.flatten().isfinite()  # finished hypotheses are never displaced
+        priority = total.clone()
+        priority[:, 0].masked_fill_(kept, torch.inf)
+        best = priority.view(len(src), -1).topk(K).indices + first_row * tokens.size(1)  # (B,K)
         score.copy_(total.flatten()[best])
-        return words.flatten()[best.flatten()], best.flatten() // gain.size(1)
+        return tokens.flatten()[best.flatten()], best.flatten() // tokens.size(1)  # words, old rows
 
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src)).repeat_interleave(K)
-    return greedy(model, src.repeat_interleave(K, 0), limit, choose)[::K]  # the best is first
+    out = greedy(model, src.repeat_interleave(K, 0), limit, choose).view(len(src), K, -1)
+    rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
+    finished = (out == EOS).any(-1)  # a truncated hypothesis counts only if none is finished
+    rank.masked_fill_(finished.any(1, keepdim=True) & ~finished, -torch.inf)
+    return out[torch.arange(len(src)), rank.argmax(1)]
 
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """alpha (B,T,S) of a given target, in one forced pass; in the model's own floats, not bf16."""
+    """Attention weights (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
-def batches_of(pairs, vocabularies, model, tokens=8192):
-    """(rows, src, tgt) of all pairs, like lengths together, on the model's device."""
-    bitext = data.Bitext([data.sentences_of(pair[:2]) for pair in pairs], vocabularies)
+def make_batches(model, pairs, vocabularies, max_tokens=8192):
+    """Yields batches (rows, src, tgt) that cover every pair once, similar lengths together."""
+    bitext = data.Bitext([data.to_sentences(pair[:2]) for pair in pairs], vocabularies)
     device = next(model.parameters()).device
-    for rows in bitext.in_order(tokens):
+    for rows in bitext.rows_by_length(max_tokens):
         src, tgt = (torch.from_numpy(x).to(device) for x in bitext.batch(rows))
         yield rows, src, tgt
 
 
 def translate(model, sentences, vocabularies):
-    """The words of each sentence's translation, found as model.cfg says: greedy or beam."""
+    """Translates strings or lists of words into lists of words, with the search of model.cfg."""
     cfg = model.cfg
-    pairs = [(source, []) for source in data.sentences_of(sentences)]
-    tokens = 65536 if next(model.parameters()).is_cuda else 16384  # what is fastest there
-    for rows, src, _ in batches_of(pairs, vocabularies, model, tokens // cfg.beam):
-        limit = ((src != PAD).sum(1) + 49).masked_fill(src[:, 0] == EOS, 0)  # n + 50; 0 if n is 0
-        for row, numbers in zip(rows, beam(model, src, limit, cfg.beam, cfg.alpha).tolist()):
-            pairs[row][1][:] = vocabularies[1].decode(numbers)
+    pairs = [(source, []) for source in data.to_sentences(sentences)]
+    max_tokens = 65536 if next(model.parameters()).is_cuda else 16384  # measured to be fastest
+    for rows, src, _ in make_batches(model, pairs, vocabularies, max_tokens // cfg.beam):
+        max_len = (src != PAD).sum(1) + 49  # the source words plus 50; src includes EOS
+        max_len.masked_fill_(src[:, 0] == EOS, 0)  # an empty sentence stays empty
+        for row, ids in zip(rows, beam(model, src, max_len, cfg.beam, cfg.length_penalty).tolist()):
+            pairs[row][1].extend(vocabularies[1].decode(ids))
     if cfg.replace_unk:
         return data.replace_unknown(pairs, alignments(model, pairs, vocabularies))
-    return [words for _, words in pairs]
+    return [target for _, target in pairs]
 
 
 def alignments(model, pairs, vocabularies):
-    """alpha of each pair: a row per target word, a column per source word, the end marks last."""
-    pairs = [data.sentences_of(pair[:2]) for pair in pairs]
-    found = [None] * len(pairs)
-    for rows, src, tgt in batches_of(pairs, vocabularies, model):
+    """One alpha per pair: a row per target word, a column per source word, EOS last in both."""
+    pairs = [data.to_sentences(pair[:2]) for pair in pairs]
+    alphas = [None] * len(pairs)
+    for rows, src, tgt in make_batches(model, pairs, vocabularies):
         for row, alpha in zip(rows, align(model, src, tgt).float().cpu().numpy()):
-            source, target = pairs[row]
-            found[row] = alpha[: len(target) + 1, : len(source) + 1]
-    return found
+            alphas[row] = alpha[: len(pairs[row][1]) + 1, : len(pairs[row][0]) + 1]
+    return alphas
 
 
 @torch.no_grad()
-def loss_of(model, pairs, vocabularies):
-    """Loss per target word, end marks counted."""
-    net = in_bf16(model).eval()
-    batches = batches_of(pairs, vocabularies, model)
-    losses = (summed_loss(net(src, tgt[:, :-1]), tgt[:, 1:]).item() for _, src, tgt in batches)
-    return sum(losses) / sum(len(data.words_of(pair[1])) + 1 for pair in pairs)
+def mean_loss(model, pairs, vocabularies):
+    """Cross-entropy per target token, EOS included, without label smoothing."""
+    net = bf16_copy(model).eval()
+    batches = make_batches(model, pairs, vocabularies)
+    loss = sum(summed_loss(net(src, tgt[:, :-1]), tgt[:, 1:]).item() for _, src, tgt in batches)
+    return loss / sum(len(data.to_words(pair[1])) + 1 for pair in pairs)
 
 
 def evaluate(model, pairs, vocabularies):
-    """Loss, perplexity, BLEU and, where there is gold, alignment error on a test set."""
-    loss = loss_of(model, pairs, vocabularies)
+    """Loss, perplexity and BLEU on a test set, and AER if its pairs have gold alignments."""
+    loss = mean_loss(model, pairs, vocabularies)
     hypotheses = translate(model, [pair[0] for pair in pairs], vocabularies)
-    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None  # [2]: gold
+    alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None
     return dict(loss=loss, ppl=math.exp(min(loss, 700))) | data.scores(pairs, hypotheses, alphas)
 
 
-def read_checkpoint(path, device):
-    """What save wrote, if this script did; code in the file is not run."""
-    try:
-        saved = torch.load(path, map_location=device, weights_only=True)
-        if saved["script"] == Path(__file__).stem:
-            return saved
-        fault = f"made by {saved['script']}.py"
-    except Exception as error:  # a torn file fails in any way it likes
-        fault = getattr(error, "strerror", None) or type(error).__name__
-    raise data.InputError(f"{path}: not a sound checkpoint ({fault}); train first, or see --out")
-
-
 def load(path, device="cpu", **flags):
-    """(model, vocabularies) of a run's folder or of one checkpoint; flags change its Config."""
-    saved = read_checkpoint(Path(path, "model.pt") if Path(path).is_dir() else path, device)
-    model = Model(Config(**data.changed(saved["config"], flags))).to(device)
-    model.load_state_dict(saved.get("model") or data.mean(saved["recent"]))  # last.pt's
-    return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
+    """(model, vocabularies) of a run folder or a checkpoint file; flags override its Config."""
+    path = Path(path, "model.pt") if Path(path).is_dir() else path
+    with data.checkpoint_errors(path):
+        saved = torch.load(path, map_location=device, weights_only=True)
+        model = Model(Config(**data.override_config(saved["config"], flags))).to(device)
+        model.load_state_dict(saved.get("model") or data.average(saved["snapshots"]))
+        return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
 
 
-def fit(model, corpus, out, saved=None):
-    """Trains to the last step. model.pt: best on valid, or --average's mean; last.pt: to resume."""
+def fit(model, corpus, out, saved):
+    """Trains up to --steps. Writes model.pt (the best, or --average) and last.pt (to resume)."""
     cfg = model.cfg
-    about = dict(script=Path(__file__).stem, config=vars(cfg), **corpus.about)
+    optimizer = make_optimizer(model, cfg)
+    with data.checkpoint_errors(out / "last.pt"):
+        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
+        if snapshots:
+            model.load_state_dict(snapshots[-1])
+            optimizer.load_state_dict(saved["optimizer"])
 
     def save(name, **content):
-        data.write(out / name, about | content, torch.save)
+        data.write(out / name, dict(config=vars(cfg), **corpus.about, **content), torch.save)
 
-    if saved is None:  # so that a run that is stopped before its first look can be resumed
-        saved = dict(step=0, log=[], recent=[])
-        save("last.pt", **saved)
-    optimizer = make_optimizer(model, cfg)
-    done, log, recent = saved["step"], saved["log"], saved["recent"]
-    if recent:
-        model.load_state_dict(recent[-1])
-        optimizer.load_state_dict(saved["optimizer"])
+    if step == 0:  # so that --resume works before the first validation
+        save("last.pt", step=0, log=[], snapshots=[])
     train_step = make_train_step(model, cfg, optimizer)
-    begin = time.perf_counter() - (log[-1]["seconds"] if log else 0)
-    batches = corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed, done)
-    bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=RANK > 0 or None)
-    for step, batch in zip(bar, batches):
-        torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that no random state need be saved
-        loss = train_step(*(torch.from_numpy(x) for x in batch))
-        if step % cfg.every and step < cfg.steps:
+    start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
+    batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)
+    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=RANK > 0 or None)
+    for step, batch in zip(bar, batches):  # disable=None: no bar unless stderr is a terminal
+        torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that resuming needs no random state
+        loss = train_step(*map(torch.from_numpy, batch))
+        if step % cfg.eval_every and step < cfg.steps:
             continue
-        with torch.compiler.set_stance("force_eager"):  # not worth compiling anew
-            valid_loss = loss_of(model, corpus.valid, corpus.vocabularies)
-        best = all(valid_loss < line["valid_loss"] for line in log)
-        seconds = time.perf_counter() - begin
+        with torch.compiler.set_stance("force_eager"):  # too short to be worth compiling
+            valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
+        is_best = valid_loss < corpus.best_loss(log)
+        seconds = time.perf_counter() - start
         log.append(dict(step=step, loss=loss.item(), valid_loss=valid_loss, seconds=seconds))
-        data.show(bar, log[-1])
-        recent = [*recent, copy.deepcopy(model.state_dict())][-cfg.average :]
-        if best or cfg.average > 1:
-            save("model.pt", model=data.mean(recent))
-        save("last.pt", step=step, log=log, recent=recent, optimizer=optimizer.state_dict())
+        data.log_validation(bar, log[-1], corpus.valid_set)
+        snapshots = [*snapshots, copy.deepcopy(model.state_dict())][-cfg.average :]
+        if is_best or cfg.average > 1:
+            save("model.pt", model=data.average(snapshots))
+        save("last.pt", step=step, log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
         data.write_log(out, log)
-    if not (out / "model.pt").exists():  # resumed without it, and not better since
-        save("model.pt", model=data.mean(recent))
     return log
 
 
 def train(args, device):
-    """Trains a new run, or goes on with one, and reports on it."""
-    begin = time.perf_counter()
-    last = args.out / "last.pt"  # a run that had hardly begun has none
-    saved = read_checkpoint(last, device) if args.resume and last.exists() else None
-    cfg = Config(**(data.changed(saved["config"], args.config) if saved else args.config))
-    files = (args.train, args.valid) if args.train or not saved else saved["files"]
-    corpus = data.Corpus(cfg, *files, saved["words"] if saved else None)
+    """Trains a new run or resumes one, then scores the model and draws alignments."""
+    start = time.perf_counter()
+    files = args.train, args.valid
+    saved = dict(config=args.config, files=files, words=None, step=0, log=[], snapshots=[])
+    with data.checkpoint_errors(args.out / "last.pt"):
+        if args.resume:
+            saved = torch.load(args.out / "last.pt", map_location=device, weights_only=True)
+            saved["config"] = data.override_config(saved["config"], args.config)
+            files = files if args.train else saved["files"]
+        cfg, words = Config(**saved["config"]), saved["words"]
+    corpus = data.Corpus(cfg, *files, words)
     torch.manual_seed(cfg.seed)
     model = Model(dataclasses.replace(cfg, **corpus.sizes)).to(device)
     if RANK == 0:
-        data.claim(args.out, args.resume)
+        args.out.mkdir(parents=True, exist_ok=args.resume)
         print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
     log = fit(model, corpus, args.out, saved)
     if RANK == 0:
@@ -631,38 +564,115 @@ def train(args, device):
         result = evaluate(model, corpus.test, vocabularies)
         pairs = list(zip(corpus.examples, translate(model, corpus.examples, vocabularies)))
         alphas = alignments(model, pairs, vocabularies)
-        result |= dict(seconds=time.perf_counter() - begin, seed=cfg.seed)
-        result |= dict(gpu_memory_gib=torch.cuda.max_memory_reserved() / 2**30)
+        gib = torch.cuda.max_memory_reserved() / 2**30
+        result |= dict(seconds=time.perf_counter() - start, seed=cfg.seed, gpu_memory_gib=gib)
         data.report(args.out, log, corpus, result, pairs, alphas)
 
 
-def answer(args, device):
-    """--test: scores. --translate and --align: a line for each line, some thousand at a time."""
+def infer(args, device):
+    """--test prints scores; --translate and --align print one line per input line."""
     model, vocabularies = load(args.out, device, **args.config)
     if args.test:
-        print(data.in_words(evaluate(model, data.some_pairs(*args.test), vocabularies)))
+        print(data.format_scores(evaluate(model, list(data.read_pairs(*args.test)), vocabularies)))
         return
-    for pairs in data.chunks(args.align, vocabularies[0]):
+    for pairs in data.read_requests(args.align, vocabularies[0]):
         if args.translate:
             sources = [source for source, _ in pairs]
             pairs = list(zip(sources, translate(model, sources, vocabularies)))
-        alphas = alignments(model, pairs, vocabularies) if args.draws else None
-        data.print_answers(args, pairs, alphas)
+        drawn = pairs if args.align else pairs[: args.pictures]
+        data.print_results(args, pairs, alignments(model, drawn, vocabularies))
 
 
 def main(argv=None):
-    """The command line; a user's mistake gets one line and status 2."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less waste
-    torch.backends.mkldnn.set_flags(False)  # oneDNN: slower on ARM, on x86 for some scripts
+    """The command line. User errors print one line and exit with status 2."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less memory
+    torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
     has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
-    with data.one_line_for_mistakes():
-        args = data.parse_flags(Config, __doc__, [name for name in has if has[name]], argv)
+    with data.one_line_errors():
+        args = data.parse_args(Config, __doc__, [name for name in has if has[name]], argv)
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if WORLD_SIZE > 1:
             dist.init_process_group()
-        work = answer if args.translate or args.align or args.test else train
-        work(args, torch.device(args.device))
+        (infer if args.inference else train)(args, torch.device(args.device))
+
+
+# ---- speed: what follows changes no result, only the time it takes; skip it at first ----
+
+
+@torch.no_grad()
+def bf16_copy(model):
+    """On CUDA, a bf16 copy of the model with its current weights; elsewhere the model itself."""
+    if not next(model.parameters()).is_cuda:
+        return model
+    if "bf16" not in model.__dict__:
+        with torch.inference_mode(False):  # so that net can be trained even if greedy made it
+            net = copy.deepcopy(model).half()  # .bfloat16() would not flatten RNN weights for cuDNN
+        for p in net.parameters():
+            p.data = p.data.view(torch.bfloat16)  # meaningless values until the copy below
+        model.__dict__["bf16"] = net  # not registered as a submodule, so not in checkpoints
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN attention is re-planned for every shape
+    torch._foreach_copy_(list(model.bf16.parameters()), list(model.parameters()))
+    return model.bf16
+
+
+def fast_forward_backward(model, cfg):
+    """forward_backward of make_train_step in bf16, recorded as one CUDA graph per batch shape."""
+    net = bf16_copy(model)
+    criterion = compile_parts(net) if cfg.compile else summed_loss
+
+    def forward_backward(src, tgt, scale):
+        bf16_copy(model)  # refreshes net with the weights of the last update
+        net.train()
+        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
+        loss.backward()
+        for p, q in zip(model.parameters(), net.parameters()):
+            p.grad.add_(q.grad)  # gradients are summed in float32
+        net.zero_grad()
+        return loss.detach()
+
+    return graphed(forward_backward, next(model.parameters()).device, cfg.compile)
+
+
+def compile_parts(net):
+    """Compiles the modules listed in COMPILED and the loss; returns the compiled loss."""
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # since torch 2.11
+        torch._inductor.config.triton.mix_order_reduction = False  # slow in LayerNorm's backward
+    torch.fx.experimental._config.use_duck_shape = False  # equal sizes need not stay equal
+    for part in net.modules():
+        if isinstance(part, COMPILED):
+            part.compile(dynamic=True)  # one compilation for all shapes
+    return torch.compile(summed_loss, dynamic=True)
+
+
+def graphed(function, device, compiles=False):
+    """Records the kernels that function launches, once per input shape, and replays them later."""
+    graphs = {}  # input shapes -> graph, its input buffers, its output
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def call(*inputs):
+        nonlocal compiles
+        if compiles:  # the first call compiles, which cannot be recorded
+            compiles = False
+            return function(*inputs)
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in graphs:
+            graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
+            torch.cuda.synchronize(device)
+            if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
+                torch.cuda.empty_cache()  # recordings cannot reuse memory cached by other code
+            with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
+                graph.capture_begin(pool, "relaxed")  # allows kernels to be loaded meanwhile
+                output = function(*buffers)  # eagerly where torch.compile would recompile
+                graph.capture_end()
+            graphs[shapes] = graph, buffers, output
+        graph, buffers, output = graphs[shapes]
+        for buffer, x in zip(buffers, inputs):
+            buffer.copy_(x)  # a replay reads the memory addresses of its recording
+        graph.replay()
+        return output
+
+    return call
 
 
 if __name__ == "__main__":

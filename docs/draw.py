@@ -1,8 +1,8 @@
 """Draws length, alignment, precision and learning.svg and attention.html from docs/runs.
 
-python docs/draw.py                            from what is there
-python docs/draw.py runs/seq2seq_lstm ...      takes these runs' alignments first
-python docs/draw.py --film                     trains all four again first, and watches: minutes
+python docs/draw.py                            draw the data in docs/runs
+python docs/draw.py runs/seq2seq_lstm ...      first collect the alignments of these runs
+python docs/draw.py --film                     first train all four again, which takes minutes
 """
 
 import html
@@ -42,7 +42,7 @@ ce plan du ministre est important .
 the poor sister that some boys must never watch has never loved us and we sleep .
 la pauvre sœur que des garçons ne doivent jamais regarder ne nous a jamais aimés et nous dormons .
 """
-COLORS = {  # seen on light and on dark
+COLORS = {  # visible on light and dark backgrounds
     "seq2seq_lstm": "#d9483b",
     "bahdanau": "#2f7fd6",
     "luong": "#d68a00",
@@ -77,7 +77,7 @@ def dashes(script):
 
 
 class Panel:
-    """BLEU against source length: a curve a script, a band from its worst seed to its best."""
+    """BLEU against source length: a curve per script, a band from its worst to its best seed."""
 
     def __init__(self, left, title, runs, top):
         self.left = left
@@ -110,7 +110,7 @@ class Panel:
     def points(self, values):
         return [f"{self.x(k):.0f},{self.y(value):.1f}" for k, value in enumerate(values)]
 
-    def curve(self, script, table):  # table: a row a seed, a column a length
+    def curve(self, script, table):  # table: a row per seed, a column per length
         color = COLORS[script]
         parts = []
         if len(table) > 1:
@@ -126,7 +126,7 @@ class Panel:
 
 
 def by_length(pattern):
-    """{script: [BLEU by length of each seed]}, from the last lines of the logs."""
+    """{script: [BLEU by length of each seed]}, from the last line of each log."""
     runs = {}
     for script in COLORS:
         for path in sorted((HERE / "runs").glob(pattern.format(script))):
@@ -149,7 +149,7 @@ def draw_lengths():
 
 
 def draw_precision():
-    """The loss of each script in bf16 and in float32, a panel a script."""
+    """The loss of each script in bf16 and in float32, a panel per script."""
     runs = map(json.loads, (HERE / "runs" / "precision.jsonl").read_text().splitlines())
     looks = dict(bf16=("#2f7fd6", 2.5), float32=("#d68a00", 1.2), rounded=("#d9483b", 1.2))
     parts = []
@@ -186,7 +186,7 @@ def loss_grid(left, steps):
 
 
 def draw_alignments():
-    """One sentence under all four: a row a French word, a column the English word it came from."""
+    """One sentence in all four models: a row per French word, a column per English word."""
     parts = []
     left = 4
     for line in (HERE / "runs" / "alignment.jsonl").read_text().splitlines():
@@ -209,7 +209,7 @@ def draw_alignments():
 
 
 def collect(folders):
-    """The first pair of each run's align.npz, data.EXAMPLE, into runs/alignment.jsonl."""
+    """Copies the first pair of each run's align.npz, data.EXAMPLE, to runs/alignment.jsonl."""
     lines = []
     for folder in map(Path, folders):
         run = np.load(folder / "align.npz")
@@ -224,7 +224,7 @@ def collect(folders):
 
 
 def film():
-    """Trains all four as `python script.py` does, and writes down what they do meanwhile."""
+    """Trains all four as `python script.py` does, and records alignments and translations."""
     sys.path.insert(0, str(HERE.parent))
     lines = SENTENCES.strip().split("\n")
     pairs = list(zip(lines[::2], lines[1::2]))
@@ -240,7 +240,7 @@ def film():
 
 
 def watch(script, pairs):
-    """(steps, looks, model, vocabularies) of a default run; a look has all weights and words."""
+    """(steps, looks, model, vocabularies) of a default run; a look: all weights, all words."""
     import torch
 
     import data
@@ -253,7 +253,8 @@ def watch(script, pairs):
     step = script.make_train_step(model, model.cfg)
     steps = [n for n in LOOKS if n < cfg.steps] + [cfg.steps]
     looks = []
-    for n, batch in enumerate(corpus.train.batches(cfg.tokens, cfg.sentences, cfg.seed)):
+    batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed)
+    for n, batch in enumerate(batches):
         if n in steps:
             said = script.translate(model, [source for source, _ in pairs], corpus.vocabularies)
             alphas = script.alignments(model, pairs, corpus.vocabularies)
@@ -262,7 +263,7 @@ def watch(script, pairs):
             print(script.__name__, n, *said[0], flush=True)
         if n == cfg.steps:
             return steps, looks, model, corpus.vocabularies
-        torch.manual_seed(hash((cfg.seed, 0, n + 1)))
+        torch.manual_seed(hash((cfg.seed, 0, n + 1)))  # as in fit()
         step(*map(torch.from_numpy, batch))
 
 
@@ -271,11 +272,10 @@ def self_attention(script, model, vocabularies, line):
     import torch
 
     src = torch.tensor([[*map(vocabularies[0].__getitem__, line.split()), script.EOS]])
-    x = model.embed(model.E_x, src, model.tables(src.size(1))[0])
+    x = model.embed(model.E_x, src, model.positional_encoding(src.size(1)))
     weights = []
     for layer in model.encoder:
-        Q, K, V = layer.self_attention.project(x).unbind(2)
-        _, alpha = layer.self_attention(Q, K, V, need_alpha=True)  # (1,h,S,S)
+        _, alpha = layer.self_attention(x, x, None, need_alpha=True)  # (1,h,S,S)
         weights.append([as_text(head) for head in alpha[0].detach().numpy()])
         x = layer(x, None)
     (said,) = script.translate(model, [line], vocabularies)
@@ -283,7 +283,7 @@ def self_attention(script, model, vocabularies, line):
 
 
 def as_text(alpha):
-    """Two hexadecimal digits a weight, row by row."""
+    """Two hexadecimal digits per weight, row by row."""
     return (alpha.clip(0, 1) * 255).round().astype(np.uint8).tobytes().hex()
 
 
@@ -292,14 +292,14 @@ def as_weights(text, columns):
 
 
 def draw_page():
-    """attention.html: page.html with the film in it."""
+    """attention.html: page.html with film.json inserted."""
     content = (HERE / "runs" / "film.json").read_text().strip()
     page = (HERE / "page.html").read_text().replace("/* film */", content.replace("</", "<\\/"))
     (HERE / "attention.html").write_text(page)
 
 
 def draw_learning(seconds=10):
-    """learning.svg: the famous sentence while the three with attention learn; still, the end."""
+    """learning.svg: the first sentence while three models train; without animation, the end."""
     film = json.loads((HERE / "runs" / "film.json").read_text())
     source, target = (side.split() for side in film["pairs"][0])
     wide, parts, left = 92, [], 4
@@ -311,7 +311,7 @@ def draw_learning(seconds=10):
             parts.append(text(left + wide - 5, 137 + 15 * i, word, TO_THE_LEFT))
         looks = [as_weights(look[0][0], len(source)) for look in model["looks"]]
         last = [max(k for k, n in enumerate(model["steps"]) if n <= time) for time in times]
-        frames = np.stack([looks[k] for k in last] + [looks[-1]] * 4)  # and a rest at the end
+        frames = np.stack([looks[k] for k in last] + [looks[-1]] * 4)  # and a pause at the end
         for j, word in enumerate(source):
             x = left + wide + 15 * j
             place = f"translate({x + 11},118) rotate(-90)"
@@ -320,7 +320,7 @@ def draw_learning(seconds=10):
                 parts.append(cell(x, 125 + 15 * i, frames[:, i, j], clock))
         left += wide + 15 * len(source) + 8
     bottom = 125 + 15 * len(target) + 18
-    for k, time in enumerate(times):  # the clock; a picture that stands still shows the last
+    for k, time in enumerate(times):  # without animation the last step is shown
         shown = ["visible" if n == k else "hidden" for n in range(len(times))]
         shown += [shown[-1]] * 4
         still = "visible" if k == len(times) - 1 else "hidden"
@@ -332,7 +332,7 @@ def draw_learning(seconds=10):
 
 
 def cell(x, y, weights, clock):
-    """One cell of the film: its weight at every look, at a glance the last one."""
+    """One animated cell: its weight at every recorded step; without animation, the last."""
     shades = [f"{0.06 + 0.94 * weight:.2f}".lstrip("0") for weight in weights]
     place = f'class="cell" x="{x}" y="{y}" width="14" height="14" opacity="{shades[-1]}"'
     if len(set(shades)) == 1:

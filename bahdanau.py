@@ -20,8 +20,8 @@ Deviations from the paper
 - Eq. (4) has s_i where A.2.2 has s_{i-1}. The authors' code uses s_{i-1}, and so do we.
 - The encoder is torch's fused GRU, which computes r o (U h) instead of U (r o h), because the
   paper's cell is 1.6 times slower on a GPU. The decoder's cell is the paper's.
-- Batches of similar length are drawn from the whole corpus and reshuffled every epoch, instead of
-  sorting 1,600 pairs at a time, to save padding. On CUDA, bf16 is used for speed. Where the paper
+- Batches hold pairs of similar length from the whole corpus, reshuffled every epoch; the paper
+  sorts 1,600 pairs at a time. This saves padding. On CUDA, bf16 is used for speed. Where the paper
   is silent: beam 10, at most n + 50 words for n source words, model.pt best on validation data.
 - Without --paper: smaller, Adam, label smoothing, dropout, greedy decoding, to train in 2 minutes.
 """
@@ -328,8 +328,8 @@ def greedy(model, src, max_len, choose=None):
             logits[:, PAD] = -torch.inf  # never predict padding
             tokens = logits.argmax(-1).masked_fill(ended, PAD)
         else:
-            tokens, rows = choose(logits, out, ended)
-            new_state = net.reorder(new_state, rows)  # memory is the same for all K rows
+            tokens, rows = choose(logits, ended)
+            new_state = net.reorder(new_state, rows)  # memory: equal for all rows of a sentence
             out.copy_(out[rows])
         y.copy_(tokens)
         out.index_copy_(1, t, y.unsqueeze(1))
@@ -355,7 +355,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     score[:, 0] = 0  # all K start out equal, so only the first one is extended
     first_row = torch.arange(len(src), device=src.device).unsqueeze(1) * K
 
-    def choose(logits, out, ended):
+    def choose(logits, ended):
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
         tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # faster in bf16 than on log_p
@@ -521,8 +521,8 @@ def infer(args, device):
         if args.translate:
             sources = [source for source, _ in pairs]
             pairs = list(zip(sources, translate(model, sources, vocabularies)))
-        drawn = pairs if args.align else pairs[: args.pictures]
-        data.print_results(args, pairs, alignments(model, drawn, vocabularies))
+        aligned = pairs if args.align else pairs[: args.pictures]  # no other pair needs alpha
+        data.print_results(args, pairs, alignments(model, aligned, vocabularies))
 
 
 def main(argv=None):

@@ -94,8 +94,7 @@ def to_words(sentence):
     raise TypeError(f"a sentence must be a string or a list of words, not {sentence!r:.60}")
 
 
-def to_sentences(sentences):
-    """Applies to_words to every sentence of a list."""
+def to_sentences(sentences):  # to_words for a list of sentences
     if isinstance(sentences, str):
         raise TypeError(f"expected a list of sentences, not one string; use [{sentences!r:.60}]")
     return [to_words(sentence) for sentence in sentences]
@@ -250,8 +249,7 @@ def links(alpha):
     return {(int(i), j) for j, i in enumerate(alpha[:-1].argmax(-1)) if i < alpha.shape[1] - 1}
 
 
-def pharaoh(alpha):
-    """The links in the format of fast_align and Marian: i-j, source index first."""
+def pharaoh(alpha):  # the format of fast_align and Marian: i-j, source index first
     return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
 
 
@@ -264,8 +262,7 @@ def replace_unknown(pairs, alphas):
     return replaced
 
 
-def labels(sentence):
-    """The first 60 words of a sentence, shortened and made printable for a plot."""
+def labels(sentence):  # its first 60 words, shortened and made printable for a plot
     words = to_words(sentence)[:60]
     printable = ["".join(c if c.isprintable() else "?" for c in word) for word in words]
     return [word if len(word) <= 24 else word[:23] + "…" for word in printable]
@@ -293,9 +290,9 @@ def svg_column(alignments):
     parts, width, height = [], 0, 0
     for number, (source, target, alpha) in enumerate(alignments, 1):
         source, target = ([html.escape(word) for word in labels(x)] for x in (source, target))
-        if len(alignments) > 1:
-            height += 30
-            parts.append(f'<text x="12" y="{height}">{number}. {" ".join(source)}</text>')
+        caption = f"{number}. {' '.join(source)}" if len(alignments) > 1 else ""
+        height += 30 if caption else 0
+        parts.append(f'<text x="12" y="{height}">{caption}</text>')
         left = 12 + 9 * max(map(len, target), default=0)
         top = height + 12 + 9 * max(map(len, source), default=0)
         for j, word in enumerate(source):
@@ -308,7 +305,7 @@ def svg_column(alignments):
                 cell = f'x="{left + 22 * j}" y="{y}" opacity="{0.07 + 0.93 * weight:.2f}"'
                 title = f"<title>{other} {word} {weight:.2f}</title>"
                 parts.append(f'<rect {cell} width="21" height="21">{title}</rect>')
-        width = max(width, left + 22 * len(source) + 12)
+        width = max(width, left + 22 * len(source) + 12, 24 + 9 * len(caption))
         height = top + 22 * len(target) + 12
     style = "<style>text{fill:#6e7781;font:15px monospace}rect{fill:#2f7fd6}</style>"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{style}'
@@ -370,8 +367,7 @@ def parse_args(Config, description, devices, argv=None):
     return args
 
 
-def check_flags(args):
-    """Rejects combinations of flags that make no sense."""
+def check_flags(args):  # rejects combinations of flags that make no sense
     if bool(args.train) != bool(args.valid):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
     if args.picture and not ((args.translate or args.align) and args.picture.suffix == ".svg"):
@@ -480,7 +476,8 @@ def read_requests(files, vocabulary):
     stdin = ((to_words(line.decode(errors="replace")), []) for line in sys.stdin.buffer)
     numbered = enumerate(read_pairs(*files) if files else stdin, 1)
     while True:
-        print("> " if interactive else "", end="", file=sys.stderr, flush=True)
+        if interactive:
+            print("> ", end="", file=sys.stderr, flush=True)
         chunk = list(itertools.islice(numbered, 1 if interactive else 4000))
         if not chunk:
             return
@@ -539,13 +536,11 @@ def write(path, content, dump=None):
         temporary.unlink(missing_ok=True)
 
 
-def write_log(out, log):
-    """log.jsonl: one line per validation; the last line of a finished run is its result."""
+def write_log(out, log):  # one line per validation; the last line of a finished run is its result
     write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
 
-def warn(message):
-    """Prints one line to stderr; under torchrun only the first process does."""
+def warn(message):  # prints to stderr; under torchrun only the first process does
     if RANK == 0:
         with contextlib.suppress(OSError):  # a closed stderr must not end a training run
             print(message, file=sys.stderr, flush=True)
@@ -596,13 +591,11 @@ def log_validation(bar, line, valid_set):
         warn(f"step {line['step']}, {losses}, {line['seconds']:.0f} s")
 
 
-def average(checkpoints):
-    """The mean of several state dicts."""
+def average(checkpoints):  # the mean of several state dicts
     return {k: sum(c[k] for c in checkpoints) / len(checkpoints) for k in checkpoints[0]}
 
 
-def format_scores(result):
-    """The scores of a test set in two lines."""
+def format_scores(result):  # the scores of a test set in two lines
     text = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}"
     text += "" if result["aer"] is None else ", AER {aer:.3f}"
     lengths = ", ".join(f"{k}: {v:.1f}" for k, v in result["bleu_by_length"].items())

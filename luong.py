@@ -9,7 +9,7 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
     score(h_t, hbar_s) = h_t^T W_a hbar_s      general; dot: no W_a; concat: a tanh layer       3.1
     a_t(s) = softmax_s(score(h_t, hbar_s))     attention weights                                (7)
     a_t = softmax(W_a h_t)                     location: by position, instead of a score        (8)
-    p_t = S sigmoid(v_p^T tanh(W_p h_t))       center of |s - p_t| <= D; p_t = t in local-m     (9)
+    p_t = S sigmoid(v_p^T tanh(W_p h_t))       window: |s - p_t| <= D; p_t = t in local-m       (9)
     a_t(s) *= exp(-(s - p_t)^2 / (2 sigma^2))  local-p only, sigma = D/2                       (10)
     h~_t = tanh(W_c [c_t ; h_t])               with the context c_t = sum_s a_t(s) hbar_s       (5)
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                        (6)
@@ -20,7 +20,7 @@ Deviations from the paper
 - Our choice where the paper is silent: s counts from 1 to S in reading order, EOS included; p_t = t
   of local-m stops at S; location weights are renormalized over the sentence, and need global
   attention; beam 10, at most n + 50 words; model.pt is the best on validation data.
-- alpha is a_t scaled to sum to 1, read as the alignment of y_t; footnote 14 reads it as y_{t-1}'s.
+- alpha is a_t scaled to sum to 1, for y_t; footnote 14 has y_{t-1}, except with location.
 - concat learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
 - --replace-unk always copies the source word; the authors first try a dictionary.
 - --steps stands for the paper's 12 epochs (10 without dropout). On CUDA, bf16 is used for speed.
@@ -136,7 +136,7 @@ class LuongAttention(nn.Module):
             return F.linear(h_bar, self.W_a.weight[:, self.hidden :])  # W_a's half for hbar_s
         return h_bar
 
-    def scores(self, h_t, keys):  # (B,T,S); location: one score per position
+    def scores(self, h_t, keys):  # (B,T,S); location: (B,T,positions)
         if self.score == "location":
             return self.W_a(h_t)  # eq. (8)
         if self.score == "concat":
@@ -248,7 +248,7 @@ class LuongNMT(nn.Module):
         padding = (src == PAD).flip(1)  # flip moves it left and reverses x (back if not --reverse)
         h_bar, (h, c) = self.encoder(x.flip(1), padding=padding)
         h_bar = h_bar.flip(1) if self.cfg.reverse else reverse_words(h_bar.flip(1), src)  # (B,S,H)
-        return self.attention.keys(h_bar), h_bar, src == PAD, h, c
+        return self.attention.keys(h_bar), h_bar, src == PAD, h, c  # h, c: (L,B,H)
 
     def init_state(self, memory, max_len=None):  # max_len is unused here; transformer.py needs it
         _, h_bar, _, h, c = memory
@@ -386,8 +386,8 @@ def greedy(model, src, max_len, choose=None):
             logits[:, PAD] = -torch.inf  # never predict padding
             tokens = logits.argmax(-1).masked_fill(ended, PAD)
         else:
-            tokens, rows = choose(logits, out, ended)
-            new_state = net.reorder(new_state, rows)  # memory is the same for all K rows
+            tokens, rows = choose(logits, ended)
+            new_state = net.reorder(new_state, rows)  # memory: equal for all rows of a sentence
             out.copy_(out[rows])
         y.copy_(tokens)
         out.index_copy_(1, t, y.unsqueeze(1))
@@ -413,7 +413,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     score[:, 0] = 0  # all K start out equal, so only the first one is extended
     first_row = torch.arange(len(src), device=src.device).unsqueeze(1) * K
 
-    def choose(logits, out, ended):
+    def choose(logits, ended):
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
         tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # faster in bf16 than on log_p
@@ -579,8 +579,8 @@ def infer(args, device):
         if args.translate:
             sources = [source for source, _ in pairs]
             pairs = list(zip(sources, translate(model, sources, vocabularies)))
-        drawn = pairs if args.align else pairs[: args.pictures]
-        data.print_results(args, pairs, alignments(model, drawn, vocabularies))
+        aligned = pairs if args.align else pairs[: args.pictures]  # no other pair needs alpha
+        data.print_results(args, pairs, alignments(model, aligned, vocabularies))
 
 
 def main(argv=None):

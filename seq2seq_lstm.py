@@ -19,7 +19,7 @@ how much each source word influences each target word through the fixed-size vec
 
 Deviations from the paper
 - torch's fused LSTM. The paper's LSTM, from Graves, also has peephole connections.
-- The decoder starts from <s> instead of <EOS>. The reversed source begins with </s>, which the
+- The decoder starts from <s> instead of <EOS>. The reversed source begins with <EOS>, which the
   paper's figure 1 reads last. Both keep batches the same in all four scripts.
 - The schedule stretches the paper's 7.5 epochs over --steps. Sentences of more than 100 words are
   skipped (--max-len). On CUDA, bf16 is used for speed. Where the paper is silent: at most n + 50
@@ -176,7 +176,7 @@ class Seq2Seq(nn.Module):
 
     def forward(self, src, tgt_in, need_alpha=False):
         h, _ = self.decoder(self.E_y(tgt_in), self.encode(src))
-        logits = self.W(self.drop(h))  # the softmax of eq. (1)   (B,T,V)
+        logits = self.W(self.drop(h))  # before the softmax of eq. (1)   (B,T,V)
         return (logits, self.saliency(src, tgt_in)) if need_alpha else logits
 
     @torch.inference_mode(False)
@@ -288,8 +288,8 @@ def greedy(model, src, max_len, choose=None):
             logits[:, PAD] = -torch.inf  # never predict padding
             tokens = logits.argmax(-1).masked_fill(ended, PAD)
         else:
-            tokens, rows = choose(logits, out, ended)
-            new_state = net.reorder(new_state, rows)  # memory is the same for all K rows
+            tokens, rows = choose(logits, ended)
+            new_state = net.reorder(new_state, rows)  # memory: equal for all rows of a sentence
             out.copy_(out[rows])
         y.copy_(tokens)
         out.index_copy_(1, t, y.unsqueeze(1))
@@ -315,7 +315,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     score[:, 0] = 0  # all K start out equal, so only the first one is extended
     first_row = torch.arange(len(src), device=src.device).unsqueeze(1) * K
 
-    def choose(logits, out, ended):
+    def choose(logits, ended):
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
         tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # faster in bf16 than on log_p
@@ -481,8 +481,8 @@ def infer(args, device):
         if args.translate:
             sources = [source for source, _ in pairs]
             pairs = list(zip(sources, translate(model, sources, vocabularies)))
-        drawn = pairs if args.align else pairs[: args.pictures]
-        data.print_results(args, pairs, alignments(model, drawn, vocabularies))
+        aligned = pairs if args.align else pairs[: args.pictures]  # no other pair needs alpha
+        data.print_results(args, pairs, alignments(model, aligned, vocabularies))
 
 
 def main(argv=None):

@@ -126,7 +126,7 @@ class MultiHeadAttention(nn.Module):
     def additive(mask, dtype):
         """A bool mask (B,S) or (B,T,S) as a term of the scores (B,1,T,S): 0, or -inf if masked."""
         mask = mask.unsqueeze(1) if mask.ndim == 3 else mask[:, None, None]
-        mask = mask & ~mask.all(-1, keepdim=True)  # a row of nothing but -inf would give NaN
+        mask = mask & ~mask.all(-1, keepdim=True)  # against NaN: fully masked rows are unmasked
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
 
     def forward(self, query, source, mask=None, keys=None, need_alpha=False, cache=None):
@@ -220,11 +220,7 @@ class Transformer(nn.Module):
         self.encoder = nn.ModuleList(EncoderLayer(cfg) for _ in range(cfg.layers))
         self.decoder = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.layers))
         self.drop = nn.Dropout(cfg.dropout)
-        self.init(cfg)
-
-    def init(self, cfg):
-        """Glorot; last matrix of each sublayer divided by sqrt(2N), see Deviations at the top."""
-        for name, p in self.named_parameters():
+        for name, p in self.named_parameters():  # initialization: see Deviations at the top
             if name.startswith("E_"):
                 nn.init.normal_(p, 0, cfg.d_model**-0.5)
             elif p.ndim == 2:
@@ -243,9 +239,7 @@ class Transformer(nn.Module):
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(1).to(weight.dtype)
 
     def causal_mask(self, n):  # (1,1,n,n), masks the words after each word, section 3.2.3
-        weight = self.E_y.weight
-        mask = torch.ones(1, n, n, dtype=torch.bool, device=weight.device).triu(1)
-        return MultiHeadAttention.additive(mask, weight.dtype)
+        return self.E_y.weight.new_full((1, 1, n, n), -torch.inf).triu(1)
 
     def embed(self, E, words, PE):
         return self.drop(E(words) * math.sqrt(self.cfg.d_model) + PE)  # sections 3.4, 3.5
@@ -371,8 +365,8 @@ def greedy(model, src, max_len, choose=None):
             logits[:, PAD] = -torch.inf  # never predict padding
             tokens = logits.argmax(-1).masked_fill(ended, PAD)
         else:
-            tokens, rows = choose(logits, out, ended)
-            new_state = net.reorder(new_state, rows)  # memory is the same for all K rows
+            tokens, rows = choose(logits, ended)
+            new_state = net.reorder(new_state, rows)  # memory: equal for all rows of a sentence
             out.copy_(out[rows])
         y.copy_(tokens)
         out.index_copy_(1, t, y.unsqueeze(1))
@@ -398,7 +392,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     score[:, 0] = 0  # all K start out equal, so only the first one is extended
     first_row = torch.arange(len(src), device=src.device).unsqueeze(1) * K
 
-    def choose(logits, out, ended):
+    def choose(logits, ended):
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
         tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # faster in bf16 than on log_p
@@ -564,8 +558,8 @@ def infer(args, device):
         if args.translate:
             sources = [source for source, _ in pairs]
             pairs = list(zip(sources, translate(model, sources, vocabularies)))
-        drawn = pairs if args.align else pairs[: args.pictures]
-        data.print_results(args, pairs, alignments(model, drawn, vocabularies))
+        aligned = pairs if args.align else pairs[: args.pictures]  # no other pair needs alpha
+        data.print_results(args, pairs, alignments(model, aligned, vocabularies))
 
 
 def main(argv=None):

@@ -112,14 +112,18 @@ class AdditiveAttention(nn.Module):
     def keys(self, h):  # does not depend on the query, so it can be computed once per sentence
         return self.U_a(h)
 
-    def forward(self, s, h, mask=None, keys=None):  # s (B,H)  h (B,S,2H)  mask (B,S)  keys (B,S,A)
+    def forward(self, query, source, mask=None, keys=None):  # (B,H), (B,S,2H), (B,S), (B,S,A)
+        s, h = query, source  # the paper's symbols
         if h.ndim != 3 or h.size(-1) != self.U_a.in_features:
             raise ValueError(f"source: expected (B,S,{self.U_a.in_features}), got {tuple(h.shape)}")
         if s.shape != (len(h), self.W_a.in_features):
-            raise ValueError(f"query: expected (B,{self.W_a.in_features}), got {tuple(s.shape)}")
+            expected = len(h), self.W_a.in_features
+            raise ValueError(f"query: expected {expected}, got {tuple(s.shape)}")
         mask = torch.zeros_like(h[..., 0], dtype=torch.bool) if mask is None else mask
         if mask.dtype != torch.bool or mask.shape != h.shape[:2]:
-            raise ValueError(f"mask: expected bool (B,S), got {mask.dtype} {tuple(mask.shape)}")
+            raise ValueError(
+                f"mask: expected bool {tuple(h.shape[:2])}, got {mask.dtype} {mask.shape}"
+            )
         keys = self.keys(h) if keys is None else keys
         e = torch.tanh(self.W_a(s).unsqueeze(1) + keys) @ self.v_a  # A.1.2   (B,S)
         alpha = e.masked_fill(mask, -torch.inf).softmax(-1)  # eq. (6)
@@ -448,18 +452,18 @@ def load(path, device="cpu", **flags):
 def fit(model, corpus, out, saved):
     """Trains up to --steps. Writes model.pt (the best, or --average) and last.pt (to resume)."""
     cfg = model.cfg
-    optimizer = make_optimizer(model, cfg)
-    with data.checkpoint_errors(out / "last.pt"):
-        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
-        if snapshots:
-            model.load_state_dict(snapshots[-1])
-            optimizer.load_state_dict(saved["optimizer"])
 
     def save(name, **content):
         data.write(out / name, dict(config=vars(cfg), **corpus.about, **content), torch.save)
 
-    if step == 0:  # so that --resume works before the first validation
-        save("last.pt", step=0, log=[], snapshots=[])
+    with data.checkpoint_errors(out / "last.pt"):
+        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
+        if step == 0:  # so that --resume works before the first validation
+            save("last.pt", step=0, log=[], snapshots=[])
+        optimizer = make_optimizer(model, cfg)
+        if snapshots:
+            model.load_state_dict(snapshots[-1])
+            optimizer.load_state_dict(saved["optimizer"])
     train_step = make_train_step(model, cfg, optimizer)
     start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)

@@ -69,7 +69,7 @@ def read(path):
         raise InputError(f"{path}, line {number}: not UTF-8; convert the file to UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: cannot be read ({reason}); check the path") from None
+        raise InputError(f"{path}: cannot be read ({reason})") from None
 
 
 def read_pairs(source, target):
@@ -80,7 +80,7 @@ def read_pairs(source, target):
             yield pair
     except ValueError:
         counts = [f"{path} has {sum(1 for _ in read(path)):,} lines" for path in (source, target)]
-        raise InputError(f"{', '.join(counts)}; the numbers must be equal") from None
+        raise InputError(f"{', '.join(counts)}; both need the same number") from None
     if pair is None:
         raise InputError(f"{source}: the file is empty; it needs at least one sentence")
 
@@ -343,10 +343,14 @@ def parse_args(Config, description, devices, argv=None):
     modes.add_argument("--test", **pair, help="print BLEU and perplexity")
     parser.add_argument("--valid", **pair, help="validation text; text files may be .gz")
     parser.add_argument("--picture", type=Path, metavar="SVG", help="draw the first 20 alignments")
-    parser.add_argument("--out", type=Path, help=f"run folder [new or latest runs/{script}*]")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"run folder [new or latest runs/{script}*]"
+    )
     parser.add_argument("--resume", action="store_true", help="resume the run in --out")
     parser.add_argument("--paper", action="store_true", help="use the paper's sizes and recipe")
-    parser.add_argument("--device", choices=devices, default=devices[-1], help="[the fastest]")
+    parser.add_argument(
+        "--device", choices=devices, default=devices[-1], help="[the last one listed]"
+    )
     fields = {field.name: field for field in dataclasses.fields(Config)}
     group, paper = parser, Config.paper()
     for line in inspect.getsource(Config).splitlines():  # headings and comments become --help
@@ -412,7 +416,7 @@ def override_config(config, flags):
         fits = name in ("src_vocab", "tgt_vocab") and value > config[name]  # the text had fewer
         if name not in MAY_CHANGE.split() and value != config.get(name) and not fits:
             flag = f"--{name.replace('_', '-')}: {config.get(name)} in this run"
-            raise InputError(f"{flag}; leave the flag out (or --paper)")
+            raise InputError(f"{flag}; leave the flag out (--paper sets it too)")
     return config | {name: flags[name] for name in flags if name in MAY_CHANGE.split()}
 
 
@@ -467,7 +471,7 @@ class Corpus:
         unknown = max((side == UNK).sum() / (side > EOS).sum() for side in self.train.tokens)
         pairs = f"{len(self.train):,} training pairs ({self.skipped:,} skipped)"
         vocabularies = "vocabularies of {src_vocab:,} and {tgt_vocab:,} words".format(**self.sizes)
-        return f"{pairs}, {vocabularies}, up to {unknown:.1%} unknown"
+        return f"{pairs}, {vocabularies}, at most {unknown:.1%} unknown"
 
 
 def read_requests(files, vocabulary):
@@ -551,7 +555,9 @@ def checkpoint_errors(path):
     """Turns whatever a damaged, foreign or outdated checkpoint raises into an InputError."""
     try:
         yield
-    except (InputError, FileNotFoundError):
+    except FileNotFoundError:
+        raise InputError(f"{path}: not found; train a model first, or set --out") from None
+    except InputError:
         raise
     except Exception as error:  # it can be almost anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -609,7 +615,7 @@ def report(out, log, corpus, result, pairs, alphas):
     write_log(out, [*log, dict(final=True, **result, tokens_per_second=speed)])
     write_alignments(out / "align", pairs, alphas)
     print("", *map(" ".join, pairs[0]), "", heatmap(*pairs[0], alphas[0]), "", sep="\n")
-    print(f"{len(corpus.test):,} test sentences: {format_scores(result)}")
+    print(f"{len(corpus.test):,} sentences: {format_scores(result)}")
     memory = "{gpu_memory_gib:.2f} GiB of GPU memory, ".format(**result)
     total = f"{result['seconds']:.0f} s in total; all files are in {out}/"
     print(f"{speed:,.0f} tokens/s, {memory if result['gpu_memory_gib'] else ''}{total}", flush=True)

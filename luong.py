@@ -114,7 +114,7 @@ class LuongAttention(nn.Module):
         super().__init__()
         scores = ("dot", "general", "concat") + ("location",) * (attention == "global")
         if score not in scores or attention not in ("global", "local-m", "local-p") or window < 1:
-            raise ValueError(f"score, attention or window: {score!r}, {attention!r}, {window!r}")
+            raise ValueError(f"no such score, attention, window: {score}, {attention}, {window}")
         self.hidden = hidden
         self.score = score
         self.attention = attention
@@ -149,21 +149,25 @@ class LuongAttention(nn.Module):
             return S * torch.sigmoid(self.v_p(torch.tanh(self.W_p(h_t))))  # eq. (9)
         if t is None and h_t.size(1) == 1:
             raise ValueError("t: local-m needs the number of the decoder step, from 1")
-        t = torch.arange(1, h_t.size(1) + 1, device=h_t.device) if t is None else t
-        return torch.minimum(t.view(-1, 1), S)  # local-m: p_t = t, but at most S
+        t = torch.arange(1, h_t.size(1) + 1) if t is None else t
+        t = torch.as_tensor(t, device=h_t.device).view(-1, 1)
+        return torch.minimum(t, S)  # local-m: p_t = t, but at most S
 
-    def forward(self, h_t, h_bar, mask=None, keys=None, t=None):
-        """h_t (B,T,H) or (B,H), h_bar (B,S,H), mask (B,S), t (T,): decoder steps for local-m."""
+    def forward(self, query, source, mask=None, keys=None, t=None):
+        """query (B,[T,]H), source (B,S,H), mask (B,S), t: decoder steps from 1, for local-m."""
+        h_t, h_bar = query, source  # the paper's symbols
         if h_t.ndim == 2:
             c_t, a_t = self(h_t.unsqueeze(1), h_bar, mask, keys, t)
             return c_t.squeeze(1), a_t.squeeze(1)
         if h_bar.ndim != 3 or h_bar.size(-1) != self.hidden:
             raise ValueError(f"source: expected (B,S,{self.hidden}), got {tuple(h_bar.shape)}")
         if h_t.ndim != 3 or h_t.shape[::2] != h_bar.shape[::2]:  # B and H must agree
-            raise ValueError(f"query: expected (B,T,{self.hidden}), got {tuple(h_t.shape)}")
+            raise ValueError(f"query: expected ({len(h_bar)},T,{self.hidden}), got {h_t.shape}")
         mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool) if mask is None else mask
         if mask.dtype != torch.bool or mask.shape != h_bar.shape[:2]:
-            raise ValueError(f"mask: expected bool (B,S), got {mask.dtype} {tuple(mask.shape)}")
+            raise ValueError(
+                f"mask: expected bool {h_bar.shape[:2]}, got {mask.dtype} {mask.shape}"
+            )
         e = self.scores(h_t, self.keys(h_bar) if keys is None else keys)
         s = (~mask).cumsum(-1).unsqueeze(1)  # positions 1 to S, on whichever side the padding is
         outside = mask.unsqueeze(1)  # (B,1,S)
@@ -506,18 +510,18 @@ def load(path, device="cpu", **flags):
 def fit(model, corpus, out, saved):
     """Trains up to --steps. Writes model.pt (the best, or --average) and last.pt (to resume)."""
     cfg = model.cfg
-    optimizer = make_optimizer(model, cfg)
-    with data.checkpoint_errors(out / "last.pt"):
-        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
-        if snapshots:
-            model.load_state_dict(snapshots[-1])
-            optimizer.load_state_dict(saved["optimizer"])
 
     def save(name, **content):
         data.write(out / name, dict(config=vars(cfg), **corpus.about, **content), torch.save)
 
-    if step == 0:  # so that --resume works before the first validation
-        save("last.pt", step=0, log=[], snapshots=[])
+    with data.checkpoint_errors(out / "last.pt"):
+        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
+        if step == 0:  # so that --resume works before the first validation
+            save("last.pt", step=0, log=[], snapshots=[])
+        optimizer = make_optimizer(model, cfg)
+        if snapshots:
+            model.load_state_dict(snapshots[-1])
+            optimizer.load_state_dict(saved["optimizer"])
     train_step = make_train_step(model, cfg, optimizer)
     start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)

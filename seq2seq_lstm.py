@@ -408,18 +408,18 @@ def load(path, device="cpu", **flags):
 def fit(model, corpus, out, saved):
     """Trains up to --steps. Writes model.pt (the best, or --average) and last.pt (to resume)."""
     cfg = model.cfg
-    optimizer = make_optimizer(model, cfg)
-    with data.checkpoint_errors(out / "last.pt"):
-        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
-        if snapshots:
-            model.load_state_dict(snapshots[-1])
-            optimizer.load_state_dict(saved["optimizer"])
 
     def save(name, **content):
         data.write(out / name, dict(config=vars(cfg), **corpus.about, **content), torch.save)
 
-    if step == 0:  # so that --resume works before the first validation
-        save("last.pt", step=0, log=[], snapshots=[])
+    with data.checkpoint_errors(out / "last.pt"):
+        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
+        if step == 0:  # so that --resume works before the first validation
+            save("last.pt", step=0, log=[], snapshots=[])
+        optimizer = make_optimizer(model, cfg)
+        if snapshots:
+            model.load_state_dict(snapshots[-1])
+            optimizer.load_state_dict(saved["optimizer"])
     train_step = make_train_step(model, cfg, optimizer)
     start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)

@@ -111,6 +111,8 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, d_model, heads):
         super().__init__()
+        if d_model % heads:
+            raise ValueError(f"heads: {heads} does not divide d_model = {d_model}")
         self.heads = heads
         self.W_QKV = nn.Linear(d_model, 3 * d_model, bias=False)  # W^Q, W^K, W^V of all heads
         self.W_O = nn.Linear(d_model, d_model, bias=False)
@@ -152,7 +154,7 @@ class MultiHeadAttention(nn.Module):
         if mask is not None and not (mask.ndim == 4 and mask.is_floating_point()):
             T, S = query.size(1), keys.size(1)
             if mask.dtype != torch.bool or mask.shape not in ((B, S), (B, T, S)):
-                raise ValueError(f"mask: expected bool (B,S), got {mask.dtype} {tuple(mask.shape)}")
+                raise ValueError(f"mask: expected bool ({B},{S}), got {mask.dtype} {mask.shape}")
             empty = mask.all(-1).view(B, 1, -1, 1)  # queries for which everything is masked
             mask = self.additive(mask, Q.dtype)
         Q = Q.squeeze(2).transpose(1, 2)  # (B,h,T,d_k)
@@ -485,18 +487,18 @@ def load(path, device="cpu", **flags):
 def fit(model, corpus, out, saved):
     """Trains up to --steps. Writes model.pt (the best, or --average) and last.pt (to resume)."""
     cfg = model.cfg
-    optimizer = make_optimizer(model, cfg)
-    with data.checkpoint_errors(out / "last.pt"):
-        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
-        if snapshots:
-            model.load_state_dict(snapshots[-1])
-            optimizer.load_state_dict(saved["optimizer"])
 
     def save(name, **content):
         data.write(out / name, dict(config=vars(cfg), **corpus.about, **content), torch.save)
 
-    if step == 0:  # so that --resume works before the first validation
-        save("last.pt", step=0, log=[], snapshots=[])
+    with data.checkpoint_errors(out / "last.pt"):
+        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
+        if step == 0:  # so that --resume works before the first validation
+            save("last.pt", step=0, log=[], snapshots=[])
+        optimizer = make_optimizer(model, cfg)
+        if snapshots:
+            model.load_state_dict(snapshots[-1])
+            optimizer.load_state_dict(saved["optimizer"])
     train_step = make_train_step(model, cfg, optimizer)
     start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)

@@ -375,7 +375,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         return tokens.flatten()[best.flatten()], best.flatten() // tokens.size(1)  # words, old rows
 
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src)).repeat_interleave(K)
-    out = greedy(model, src.repeat_interleave(K, 0), limit, choose).view(len(src), K, -1)
+    out = greedy(model, src.repeat_interleave(K, 0), limit, choose).unflatten(0, (-1, K))  # (B,K,T)
     rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1)  # a truncated hypothesis counts only if none is finished
     rank.masked_fill_(finished.any(1, keepdim=True) & ~finished, -torch.inf)

@@ -645,6 +645,7 @@ def test_translate(K):
             (row,) = module.beam(model, src, len(words) + 50 if words else 0, K)
             assert got == vocabularies[1].decode(row.tolist())
     assert [len(got) for got in found] == [55, 0, 51, 53]
+    assert module.translate(model, ["", ""], vocabularies) == [[], []]
     nn.init.constant_(model.W_o.bias[UNK].detach(), 1000)
     model.cfg = dataclasses.replace(model.cfg, replace_unk=True)
     (alpha,) = module.alignments(model, [(lists[0], ["<unk>"] * 55)], vocabularies)

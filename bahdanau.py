@@ -116,14 +116,12 @@ class AdditiveAttention(nn.Module):
         s, h = query, source  # the paper's symbols
         if h.ndim != 3 or h.size(-1) != self.U_a.in_features:
             raise ValueError(f"source: expected (B,S,{self.U_a.in_features}), got {tuple(h.shape)}")
-        if s.shape != (len(h), self.W_a.in_features):
-            expected = len(h), self.W_a.in_features
+        expected = len(h), self.W_a.in_features
+        if s.shape != expected:
             raise ValueError(f"query: expected {expected}, got {tuple(s.shape)}")
         mask = torch.zeros_like(h[..., 0], dtype=torch.bool) if mask is None else mask
         if mask.dtype != torch.bool or mask.shape != h.shape[:2]:
-            raise ValueError(
-                f"mask: expected bool {tuple(h.shape[:2])}, got {mask.dtype} {mask.shape}"
-            )
+            raise ValueError(f"mask: expected bool {h.shape[:2]}, got {mask.dtype} {mask.shape}")
         keys = self.keys(h) if keys is None else keys
         e = torch.tanh(self.W_a(s).unsqueeze(1) + keys) @ self.v_a  # A.1.2   (B,S)
         alpha = e.masked_fill(mask, -torch.inf).softmax(-1)  # eq. (6)

@@ -459,7 +459,8 @@ class Corpus:
             raise InputError(f"{train[0]}: no pair of 1 to {max_len} words a side; raise --max-len")
         words = [vocabulary.words for vocabulary in self.vocabularies]
         self.about = dict(files=(train, valid), words=words)  # for the checkpoints
-        self.valid_set = zlib.crc32(repr(self.valid).encode())  # identifies it in the log
+        valid_words = repr([pair[:2] for pair in self.valid])
+        self.valid_set = zlib.crc32(valid_words.encode())  # identifies the set in the log
         self.sizes = dict(src_vocab=len(words[0]), tgt_vocab=len(words[1]))
 
     def best_loss(self, log):

@@ -165,9 +165,7 @@ class LuongAttention(nn.Module):
             raise ValueError(f"query: expected ({len(h_bar)},T,{self.hidden}), got {h_t.shape}")
         mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool) if mask is None else mask
         if mask.dtype != torch.bool or mask.shape != h_bar.shape[:2]:
-            raise ValueError(
-                f"mask: expected bool {h_bar.shape[:2]}, got {mask.dtype} {mask.shape}"
-            )
+            raise ValueError(f"mask: need bool {h_bar.shape[:2]}, got {mask.dtype} {mask.shape}")
         e = self.scores(h_t, self.keys(h_bar) if keys is None else keys)
         s = (~mask).cumsum(-1).unsqueeze(1)  # positions 1 to S, on whichever side the padding is
         outside = mask.unsqueeze(1)  # (B,1,S)

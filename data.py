@@ -327,7 +327,7 @@ MAY_CHANGE = """steps eval_every lr warmup clip accumulate average compile align
 
 
 def parse_args(Config, description, devices, argv=None):
-    """Parses the command line; args.config has the Config flags given (all fields with --paper)."""
+    """Parses the command line; args.config has the Config flags given (with a preset: all)."""
     script = Path(inspect.getfile(Config)).stem
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,  # so that an error is one line
@@ -347,21 +347,25 @@ def parse_args(Config, description, devices, argv=None):
         "--out", type=Path, metavar="DIR", help=f"run folder [new or latest runs/{script}*]"
     )
     parser.add_argument("--resume", action="store_true", help="resume the run in --out")
-    parser.add_argument("--paper", action="store_true", help="use the paper's sizes and recipe")
+    preset = parser.add_mutually_exclusive_group()
+    preset.add_argument("--medium", action="store_true", help="sizes and recipe for real text")
+    preset.add_argument("--paper", action="store_true", help="the paper's sizes and recipe")
     parser.add_argument(
         "--device", choices=devices, default=devices[-1], help="[the last one listed]"
     )
     fields = {field.name: field for field in dataclasses.fields(Config)}
-    group, paper = parser, Config.paper()
+    presets = dict(medium=Config.medium(), paper=Config.paper())
+    group = parser
     for line in inspect.getsource(Config).splitlines():  # headings and comments become --help
         if heading := re.fullmatch(r"    # (\w+)", line):
             group = parser.add_argument_group(heading[1])
         elif entry := re.match(r"    (\w+): .*?  # (.*)", line):
-            add_flag(group, fields[entry[1]], entry[2], getattr(paper, entry[1]))
+            add_flag(group, fields[entry[1]], entry[2], presets)
     args = parser.parse_args(argv)
     args.config = {name: getattr(args, name) for name in fields if hasattr(args, name)}
-    if args.paper:
-        args.config = vars(Config.paper(**args.config))
+    if args.medium or args.paper:
+        preset = Config.medium if args.medium else Config.paper
+        args.config = vars(preset(**args.config))
     args.inference = bool(args.translate or args.align or args.test)
     args.interactive = args.translate and os.isatty(0)
     args.pictures = 20 if args.picture else int(args.interactive)  # how many alignments to draw
@@ -382,14 +386,17 @@ def check_flags(args):  # rejects combinations of flags that make no sense
         raise InputError(f"{args.out}: already exists; add --resume, or choose another --out")
 
 
-def add_flag(group, field, comment, paper):
+def add_flag(group, field, comment, presets):
     """Adds the flag for one field of Config, with the comment next to the field as its help."""
     options = dict(type=field.type, metavar="N" if field.type is int else "X")
     if field.type is bool:
         options = dict(action=argparse.BooleanOptionalAction)
     if typing.get_args(field.type):
         options = dict(choices=typing.get_args(field.type))
-    values = f"{field.default}" if paper == field.default else f"{field.default}, paper: {paper}"
+    values = {name: getattr(preset, field.name) for name, preset in presets.items()}
+    if set(values.values()) == {field.default}:
+        values = {}
+    values = ", ".join([f"{field.default}", *(f"{name}: {values[name]}" for name in values)])
     text = f"{comment} [{values}]".replace("%", "%%")
     flag = "--" + field.name.replace("_", "-")
     group.add_argument(flag, default=argparse.SUPPRESS, help=text, **options)
@@ -406,7 +413,7 @@ def check(config):
             raise InputError(f"{flag} {value}: must be one of {', '.join(choices)}")
         if not choices and not value >= minimum:  # also catches nan
             raise InputError(f"{flag} {value}: must be at least {minimum}")
-        if field.name in ("dropout", "smoothing") and value >= 1:
+        if field.name in ("dropout", "dropout_out", "smoothing") and value >= 1:
             raise InputError(f"{flag} {value}: must be below 1")
 
 
@@ -416,7 +423,7 @@ def override_config(config, flags):
         fits = name in ("src_vocab", "tgt_vocab") and value > config[name]  # the text had fewer
         if name not in MAY_CHANGE.split() and value != config.get(name) and not fits:
             flag = f"--{name.replace('_', '-')}: {config.get(name)} in this run"
-            raise InputError(f"{flag}; leave the flag out (--paper sets it too)")
+            raise InputError(f"{flag}; leave the flag out (--medium and --paper set it too)")
     return config | {name: flags[name] for name in flags if name in MAY_CHANGE.split()}
 
 

@@ -1218,9 +1218,20 @@ def test_links_to_code():
     for page, code, file, line in links:
         lines = (page.parent / file).read_text().split("\n")
         assert code in lines[int(line) - 1], (page.name, code, file, line)
-    film = (HERE / "docs/runs/film.json").read_text().strip().replace("</", "<\\/")
-    page = (HERE / "docs/page.html").read_text().replace("/* film */", film)
+    page = (HERE / "docs/page.html").read_text()
+    for name in re.findall(r">/\* (\w+) \*/<", page):
+        content = (HERE / f"docs/runs/{name}.json").read_text().strip()
+        page = page.replace(f"/* {name} */", content.replace("</", "<\\/"))
     assert page == (HERE / "docs/attention.html").read_text()
+
+
+def test_recorded_translations():
+    """In attention.html the models with attention output the reference at the last step."""
+    film = json.loads((HERE / "docs/runs/film.json").read_text())
+    references = [target for _, target in film["pairs"]]
+    for model in film["models"][1:]:
+        assert model["frames"][-1][1] == references, model["script"]
+    assert all(pair["said"] == pair["target"] for pair in film["twins"]["sentences"])
 
 
 def test_papers_page():

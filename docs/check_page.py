@@ -1,4 +1,4 @@
-"""Opens attention.html in a real browser, and uses it.
+"""Opens attention.html, papers.html and index.html in a real browser, and uses them.
 
 python docs/check_page.py [folder for screenshots]
 
@@ -85,7 +85,8 @@ def check(browser):
     browser.run("document.getElementById('step').focus()")
     for _ in range(20):
         browser.key("\ue012")  # the left arrow: to the beginning of training
-    assert browser.run(text.format("clock")) == "after 0 steps" != clock
+    assert browser.run(text.format("clock")) == "after 0 steps (untrained)" != clock
+    assert browser.run("return document.querySelectorAll('#bahdanau .wrong').length") > 3
     assert opacities(browser, "bahdanau") != last
     assert max(map(float, opacities(browser, "bahdanau"))) < 0.5 < max(map(float, last))
 
@@ -107,20 +108,131 @@ def check(browser):
     browser.run(f"{sentence}.value = 0; {change}")
     browser.run("document.getElementById('play').click()")
     time.sleep(2.2)
-    assert browser.run(text.format("clock")) not in ("after 0 steps", clock)
+    assert browser.run(text.format("clock")) not in ("after 0 steps (untrained)", clock)
     browser.run("document.getElementById('play').click()")
-    browser.run("document.querySelectorAll('#queries button')[1].click()")
-    assert browser.run("return document.querySelectorAll('#heads rect.lit').length") == 16 * 14
+    check_pronoun(browser)
+    check_log(browser)
+
+
+def check_log(browser):
     errors = [line for line in browser.post("/se/log", type="browser") if line["level"] != "INFO"]
     assert not errors, errors
+
+
+def check_pronoun(browser):
+    """The section about "it": the last word, the nouns, all heads, another word."""
+    words = "[...document.querySelector('#deciding .strip').children]"
+    entry = "b => [b.firstChild.textContent, +b.style.getPropertyValue('--weight')]"
+    weights = f"return Object.fromEntries({words}.map({entry}))"
+    said = "return document.querySelector('#twin-said [lang]').textContent"
+    nouns = "document.getElementById('nouns')"
+    expected = [  # (noun, its pronoun) if the last word is "tired", and if it is "dangerous"
+        [("animal", "il"), ("street", "elle")],
+        [("cow", "elle"), ("park", "il")],
+        [("dog", "il"), ("forest", "elle")],
+    ]
+    for n, pair in enumerate(expected):
+        browser.run(f"{nouns}.value = {2 * n}; {nouns}.dispatchEvent(new Event('change'))")
+        for ending, (noun, pronoun) in enumerate(pair):
+            browser.run(f"document.querySelectorAll('#endings button')[{ending}].click()")
+            found = browser.run(weights)
+            assert found[noun] > 0.5 > found[pair[1 - ending][0]], found
+            assert f" {pronoun} était trop" in browser.run(said)
+    visible = "return document.getElementById('heads').offsetHeight > 0"
+    assert not browser.run(visible)
+    browser.run("document.getElementById('all-heads').click()")
+    assert browser.run(visible)
+    assert browser.run("return document.querySelectorAll('#heads rect.lit').length") == 8 * 14
+    lit = "return document.querySelector('#heads text.lit').textContent"
+    assert browser.run(lit) == "it"
+    browser.run(f"{words}[1].click()")
+    assert browser.run(lit) == "dog"
+
+
+def open_page(browser, name, width=1400, height=900, scheme="light", media=""):
+    """Opens a page of docs/ in a window of this size; it must not be wider than the window."""
+    size = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+    browser.devtools("Emulation.setDeviceMetricsOverride", **size)
+    feature = dict(name="prefers-color-scheme", value=scheme)
+    browser.devtools("Emulation.setEmulatedMedia", features=[feature], media=media)
+    browser.post("/url", url="about:blank")  # so that a change of the hash alone loads the page
+    browser.post("/url", url=PAGE.parent.as_uri() + "/" + name)
+    assert browser.run("return document.documentElement.scrollWidth") <= width, (name, width)
+
+
+def visible(browser, selector):
+    """The ids of the elements that are displayed."""
+    found = f"[...document.querySelectorAll('{selector}')]"
+    return browser.run(f"return {found}.filter(e => e.getClientRects().length).map(e => e.id)")
+
+
+def check_papers(browser):
+    """papers.html: mouse, keyboard, two papers, phone, dark mode, print, no JavaScript."""
+    assert PAGE.with_name("papers.html").stat().st_size <= 1_000_000
+    lit = "return [...document.querySelectorAll('.lit')].map(e => e.id || e.dataset.lines)"
+    open_page(browser, "papers.html#bahdanau")
+    assert visible(browser, "article > header") == [""]
+    assert not browser.run("return performance.getEntriesByType('resource')"), "loads something"
+    links = "[...document.querySelectorAll('.eq')].flatMap(e => e.dataset.lines.split(' '))"
+    assert browser.run(f"return {links}.length") > 80
+    assert browser.run(f"return {links}.every(id => document.getElementById(id))")
+    line = browser.run("return document.querySelectorAll('#bahdanau .eq')[3].dataset.lines")
+    eq = f".eq[data-lines='{line}']"
+    browser.run(f'document.querySelector("{eq}").scrollIntoView({{block: "center"}})')
+    for selector in (f"{eq} .label", f"#{line}"):  # the equation lights its line, and vice versa
+        browser.hover(selector)
+        assert sorted(browser.run(lit)) == [line, line], browser.run(lit)
+        browser.hover("nav")
+        assert not browser.run(lit)
+    for selector in (f"{eq} a", f"#{line}"):
+        browser.run(f'document.querySelector("{selector}").focus()')
+        assert sorted(browser.run(lit)) == [line, line]
+    browser.run("document.getElementById('beside').focus()")
+    browser.key("L")  # chooses Luong
+    browser.key("\ue007")
+    assert browser.run("return location.hash") == "#bahdanau+luong"
+    assert (
+        len(visible(browser, "article > header"))
+        == 2
+        == len(visible(browser, "[data-topic=Attention]"))
+    )
+    tops = "[...document.querySelectorAll('.shown [data-topic=Attention]')].map(e => e.offsetTop)"
+    assert browser.run(f"return new Set({tops}).size") == 1
+    browser.run("location.hash = '#flags'")
+    assert visible(browser, "#flags") == ["flags"]
+    names = browser.run("return [...document.querySelectorAll('article')].map(e => e.id)")
+    for name in [*names, "luong+transformer"]:
+        for width, scheme in ((390, "light"), (390, "dark"), (1000, "dark")):
+            open_page(browser, f"papers.html#{name}", width, scheme=scheme)
+            assert visible(browser, "article.shown h2")
+    assert (
+        browser.run("return getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
+    )
+    open_page(browser, "papers.html#luong", 794, media="print")
+    assert not visible(browser, "nav, details") and visible(browser, "#luong .code [id]")
+    browser.devtools("Emulation.setScriptExecutionDisabled", value=True)
+    browser.post("/url", url=PAGE.with_name("papers.html").as_uri())
+    browser.devtools("Emulation.setScriptExecutionDisabled", value=False)
+    assert len(visible(browser, "article")) == len(names) and not visible(browser, "#beside")
+
+
+def check_index(browser):
+    """index.html: one screen, and every link leads to a file."""
+    for width, height in ((1200, 800), (390, 844)):
+        open_page(browser, "index.html", width, height, "dark")
+        assert browser.run("return document.documentElement.scrollHeight") <= height
+    assert browser.run("return document.querySelector('img').naturalWidth") > 0
+    links = browser.run("return [...document.links].map(a => a.getAttribute('href'))")
+    missing = [link for link in links if not (PAGE.parent / link).exists()]
+    assert len(links) > 8 and not missing, missing
 
 
 def take_screenshots(browser, folder):
     folder.mkdir(parents=True, exist_ok=True)
     for name, width, height, scheme in (
-        ("light", 1200, 2800, "light"),
-        ("dark", 1200, 2800, "dark"),
-        ("phone", 400, 6200, "light"),
+        ("light", 1200, 4300, "light"),
+        ("dark", 1200, 4300, "dark"),
+        ("phone", 400, 7700, "light"),
     ):
         browser.post("/refresh")
         size = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
@@ -131,6 +243,20 @@ def take_screenshots(browser, folder):
         assert browser.run(wide) <= width, "wider than the window"
         browser.run("scrollTo(0, 0)")
         browser.screenshot(folder / f"{name}.png")
+
+
+def take_screenshots_of_papers(browser, folder):
+    for name, address, options in (
+        ("light", "papers.html#bahdanau", dict(height=2000)),
+        ("dark", "papers.html#transformer", dict(height=2000, scheme="dark")),
+        ("two", "papers.html#bahdanau+luong", dict(height=2000)),
+        ("differences", "papers.html#notes", dict(height=2000)),
+        ("phone", "papers.html#luong", dict(width=390, height=4000)),
+        ("print", "papers.html#bahdanau", dict(width=794, height=3000, media="print")),
+        ("index", "index.html", dict(width=1200, height=800)),
+    ):
+        open_page(browser, address, **options)
+        browser.screenshot(folder / f"papers-{name}.png")
 
 
 def main():
@@ -144,11 +270,16 @@ def main():
                 check(browser)
                 if sys.argv[1:]:
                     take_screenshots(browser, Path(sys.argv[1]))
+                check_papers(browser)
+                check_index(browser)
+                check_log(browser)
+                if sys.argv[1:]:
+                    take_screenshots_of_papers(browser, Path(sys.argv[1]))
             finally:
                 call(browser.path, method="DELETE")
     finally:
         driver.terminate()
-    print("the page works")
+    print("the pages work")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Draws length, alignment, precision and learning.svg and attention.html from docs/runs.
 
-python docs/draw.py                            draw the data in docs/runs
-python docs/draw.py runs/seq2seq_lstm ...      first collect the alignments of these runs
-python docs/draw.py --film                     first train all four again, which takes minutes
+python docs/draw.py             draws the data in docs/runs
+python docs/draw.py --film      first trains the models again, about 15 minutes on two cores, and
+                                records their weights and outputs in docs/runs/film.json
 """
 
 import html
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,32 +16,32 @@ import numpy as np
 
 HERE = Path(__file__).parent
 SCRIPTS = ["seq2seq_lstm", "bahdanau", "luong", "transformer"]
-LOOKS = (0, 20, 40, 80, 120, 160, 240, 320, 480, 650, 900, 1250, 1600, 2000)  # and the last step
+RECORDED = (0, 20, 40, 80, 120, 160, 240, 320, 480, 650, 900, 1250, 1600, 2000)  # and the last
 SENTENCES = """
 the agreement on the european economic area was signed in august 1992 .
 l' accord sur la zone économique européenne a été signé en août 1992 .
-the animal did not cross the street because it was too tired .
-l' animal n' a pas traversé la rue parce qu' il était trop fatigué .
-the animal did not cross the street because it was too dangerous .
-l' animal n' a pas traversé la rue parce qu' elle était trop dangereuse .
+her queen 's important economic law was signed .
+la loi économique importante de sa reine a été signée .
+the law was not signed in march 1996 .
+la loi n' a pas été signée en mars 1996 .
 i saw a cat on the mat
 j' ai vu un chat sur le tapis
 he hit me with a pie
 il m' a frappé avec une tarte
-the women that we admired arrived .
-les femmes que nous avons admirées sont arrivées .
-he never finds my small red cars .
-il ne trouve jamais mes petites voitures rouges .
-the nurses ' cat saw her .
-le chat des infirmières l' a vue .
 you cannot see them .
 vous ne pouvez pas les voir .
-the law was not signed in march 1996 .
-la loi n' a pas été signée en mars 1996 .
-this plan of the minister is important .
-ce plan du ministre est important .
-the poor sister that some boys must never watch has never loved us and we sleep .
-la pauvre sœur que des garçons ne doivent jamais regarder ne nous a jamais aimés et nous dormons .
+the decision that this king accepted was very important .
+la décision que ce roi a acceptée était très importante .
+a boy never forgets the small black hat with the nurses .
+un garçon n' oublie jamais le petit chapeau noir avec les infirmières .
+my girl 's house was empty .
+la maison de ma fille était vide .
+a girl has sung near the park .
+une fille a chanté près du parc .
+they admired us in august 1996 because my forest is loved .
+ils nous ont admirés en août 1996 parce que ma forêt est aimée .
+my famous boy does not find her cat that left us with a girl .
+mon garçon célèbre ne trouve pas son chat qui nous a quittés avec une fille .
 """
 COLORS = {  # visible on light and dark backgrounds
     "seq2seq_lstm": "#d9483b",
@@ -151,11 +152,11 @@ def draw_lengths():
 def draw_precision():
     """The loss of each script in bf16 and in float32, a panel per script."""
     runs = map(json.loads, (HERE / "runs" / "precision.jsonl").read_text().splitlines())
-    looks = dict(bf16=("#2f7fd6", 2.5), float32=("#d68a00", 1.2), rounded=("#d9483b", 1.2))
+    styles = dict(bf16=("#2f7fd6", 2.5), float32=("#d68a00", 1.2), rounded=("#d9483b", 1.2))
     parts = []
     for run in runs:
         left = 40 + 230 * SCRIPTS.index(run["script"])
-        color, width = looks[run["precision"]]
+        color, width = styles[run["precision"]]
         if run["precision"] == "bf16":
             parts.append(text(left, 20, run["script"] + ".py", BOLD))
             parts += loss_grid(left, run["steps"])
@@ -165,7 +166,7 @@ def draw_precision():
         ]
         stroke = f'fill="none" stroke="{color}" stroke-width="{width}"'
         parts.append(f'<polyline points="{" ".join(points)}" {stroke}/>')
-    for x, (name, (color, width)) in zip((210, 330, 450), looks.items()):
+    for x, (name, (color, width)) in zip((210, 330, 450), styles.items()):
         line = f'x1="{x}" x2="{x + 24}" y1="275" y2="275" stroke="{color}" stroke-width="{width}"'
         parts += [
             f"<line {line}/>",
@@ -186,61 +187,49 @@ def loss_grid(left, steps):
 
 
 def draw_alignments():
-    """One sentence in all four models: a row per French word, a column per English word."""
-    parts = []
-    left = 4
-    for line in (HERE / "runs" / "alignment.jsonl").read_text().splitlines():
-        run = json.loads(line)
-        source, target = run["source"], run["target"]
-        wide = 12 + 7.4 * max(map(len, target))
-        name = run["script"] + ".py" + (" (gradient)" if run["script"] == "seq2seq_lstm" else "")
+    """alignment.svg: the first sentence of the film in all four models, at the end of training."""
+    film = json.loads((HERE / "runs" / "film.json").read_text())
+    source, target = (side.split() for side in film["pairs"][0])
+    wide, parts, left = 92, [], 4
+    for model in film["models"]:
+        name = model["script"] + ".py"
+        name += " (gradient)" if model["script"] == "seq2seq_lstm" else ""
         parts.append(text(left + wide, 24, name, BOLD))
         for j, word in enumerate(source):
-            place = f"translate({left + wide + 15 * j + 12:.0f},125) rotate(-90)"
+            place = f"translate({left + wide + 15 * j + 12},125) rotate(-90)"
             parts.append(f'<text transform="{place}">{html.escape(word)}</text>')
         for i, word in enumerate(target):
             parts.append(text(left + wide - 5, 143 + 15 * i, word, TO_THE_LEFT))
-        for i, row in enumerate(run["alpha"]):
+        weights, _ = model["frames"][-1]
+        for i, row in enumerate(as_weights(weights[0], len(source))):
             for j, weight in enumerate(row):
-                place = f'x="{left + wide + 15 * j:.0f}" y="{131 + 15 * i}" width="14" height="14"'
+                place = f'x="{left + wide + 15 * j}" y="{131 + 15 * i}" width="14" height="14"'
                 parts.append(f'<rect class="cell" {place} opacity="{0.06 + 0.94 * weight:.2f}"/>')
         left += wide + 15 * len(source) + 8
-    write_svg("alignment.svg", round(left), 360, parts)
-
-
-def collect(folders):
-    """Copies the first pair of each run's align.npz, data.EXAMPLE, to runs/alignment.jsonl."""
-    lines = []
-    for folder in map(Path, folders):
-        run = np.load(folder / "align.npz")
-        line = dict(
-            script=next(name for name in COLORS if folder.name.startswith(name)),
-            source=str(run["source"][0]).split(),
-            target=str(run["target"][0]).split(),
-            alpha=run["alpha_0"][:-1, :-1].astype(float).round(3).tolist(),
-        )
-        lines.append(json.dumps(line))
-    (HERE / "runs" / "alignment.jsonl").write_text("\n".join(lines) + "\n")
+    write_svg("alignment.svg", left, 360, parts)
 
 
 def film():
-    """Trains all four as `python script.py` does, and records alignments and translations."""
+    """Trains and records the default models of the four scripts and the model of twins.py."""
     sys.path.insert(0, str(HERE.parent))
+    import twins  # here, because drawing needs no torch
+
     lines = SENTENCES.strip().split("\n")
     pairs = list(zip(lines[::2], lines[1::2]))
-    models, heads = [], []
+    models = []
     for name in SCRIPTS:
-        script = importlib.import_module(name)
-        steps, looks, model, vocabularies = watch(script, pairs)
-        models.append(dict(script=name, steps=steps, looks=looks))
-        if name == "transformer":
-            heads = [self_attention(script, model, vocabularies, line) for line in lines[2:6:2]]
-    content = dict(pairs=pairs, models=models, heads=heads)
+        steps, frames = train(importlib.import_module(name), pairs)
+        models.append(dict(script=name, steps=steps, frames=frames))
+    recorded = twins.record(HERE.parent / "runs" / "twins", as_text)
+    content = dict(pairs=pairs, models=models, twins=recorded)
     (HERE / "runs" / "film.json").write_text(json.dumps(content, ensure_ascii=False) + "\n")
 
 
-def watch(script, pairs):
-    """(steps, looks, model, vocabularies) of a default run; a look: all weights, all words."""
+def train(script, pairs):
+    """A default run: the recorded steps and, for each, the weights and outputs of all pairs.
+
+    The weights are those of the given translations (teacher forcing). The outputs are the model's.
+    """
     import torch
 
     import data
@@ -251,35 +240,20 @@ def watch(script, pairs):
     torch.manual_seed(cfg.seed)
     model = script.Model(script.dataclasses.replace(cfg, **corpus.sizes))
     step = script.make_train_step(model, model.cfg)
-    steps = [n for n in LOOKS if n < cfg.steps] + [cfg.steps]
-    looks = []
+    steps = [n for n in RECORDED if n < cfg.steps] + [cfg.steps]
+    frames = []
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed)
     for n, batch in enumerate(batches):
         if n in steps:
             said = script.translate(model, [source for source, _ in pairs], corpus.vocabularies)
             alphas = script.alignments(model, pairs, corpus.vocabularies)
             weights = [as_text(alpha[:-1, :-1]) for alpha in alphas]
-            looks.append([weights, [" ".join(words) for words in said]])
+            frames.append([weights, [" ".join(words) for words in said]])
             print(script.__name__, n, *said[0], flush=True)
         if n == cfg.steps:
-            return steps, looks, model, corpus.vocabularies
+            return steps, frames
         torch.manual_seed(hash((cfg.seed, 0, n + 1)))  # as in fit()
         step(*map(torch.from_numpy, batch))
-
-
-def self_attention(script, model, vocabularies, line):
-    """The encoder's weights for a sentence, by layer and head, and its translation."""
-    import torch
-
-    src = torch.tensor([[*map(vocabularies[0].__getitem__, line.split()), script.EOS]])
-    x = model.embed(model.E_x, src, model.positional_encoding(src.size(1)))
-    weights = []
-    for layer in model.encoder:
-        _, alpha = layer.self_attention(x, x, None, need_alpha=True)  # (1,h,S,S)
-        weights.append([as_text(head) for head in alpha[0].detach().numpy()])
-        x = layer(x, None)
-    (said,) = script.translate(model, [line], vocabularies)
-    return dict(source=line + " </s>", said=" ".join(said), layers=weights)
 
 
 def as_text(alpha):
@@ -292,9 +266,11 @@ def as_weights(text, columns):
 
 
 def draw_page():
-    """attention.html: page.html with film.json inserted."""
-    content = (HERE / "runs" / "film.json").read_text().strip()
-    page = (HERE / "page.html").read_text().replace("/* film */", content.replace("</", "<\\/"))
+    """attention.html: page.html, with each >/* name */< replaced by runs/name.json."""
+    page = (HERE / "page.html").read_text()
+    for name in re.findall(r">/\* (\w+) \*/<", page):
+        content = (HERE / "runs" / f"{name}.json").read_text().strip()
+        page = page.replace(f"/* {name} */", content.replace("</", "<\\/"))
     (HERE / "attention.html").write_text(page)
 
 
@@ -309,9 +285,9 @@ def draw_learning(seconds=10):
         parts.append(text(left + wide, 20, model["script"] + ".py", BOLD))
         for i, word in enumerate(target):
             parts.append(text(left + wide - 5, 137 + 15 * i, word, TO_THE_LEFT))
-        looks = [as_weights(look[0][0], len(source)) for look in model["looks"]]
+        weights = [as_weights(frame[0][0], len(source)) for frame in model["frames"]]
         last = [max(k for k, n in enumerate(model["steps"]) if n <= time) for time in times]
-        frames = np.stack([looks[k] for k in last] + [looks[-1]] * 4)  # and a pause at the end
+        frames = np.stack([weights[k] for k in last] + [weights[-1]] * 4)  # a pause at the end
         for j, word in enumerate(source):
             x = left + wide + 15 * j
             place = f"translate({x + 11},118) rotate(-90)"
@@ -344,8 +320,6 @@ def cell(x, y, weights, clock):
 if __name__ == "__main__":
     if sys.argv[1:] == ["--film"]:
         film()
-    elif sys.argv[1:]:
-        collect(sys.argv[1:])
     draw_lengths()
     draw_precision()
     draw_alignments()

@@ -92,7 +92,7 @@ class Config:
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, attn=256, maxout=256, dropout=0.5, dropout_out=0.5)
         recipe = dict(lr=0.006, warmup=200, average=10, beam=5, length_penalty=1.0)
-        batches = dict(batch_tokens=16384, steps=3000, eval_every=100)
+        batches = dict(batch_tokens=16384, accumulate=2, steps=3000, eval_every=100)
         return cls(**vocabulary | sizes | recipe | batches | overrides)
 
     @classmethod

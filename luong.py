@@ -95,9 +95,9 @@ class Config:
     def medium(cls, **overrides):
         """For 10,000 to 300,000 sentence pairs; chosen on the validation set of Multi30k."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
-        sizes = dict(emb=256, hidden=512, input_feeding=True, dropout=0.5, init=0.08)
+        sizes = dict(emb=256, hidden=512, score="dot", input_feeding=True, dropout=0.5, init=0.08)
         recipe = dict(lr=0.008, warmup=200, smoothing=0.2, average=10, beam=5, length_penalty=1.0)
-        batches = dict(batch_tokens=16384, steps=2500, eval_every=100)
+        batches = dict(batch_tokens=16384, accumulate=2, steps=2500, eval_every=100)
         return cls(**vocabulary | sizes | recipe | batches | overrides)
 
     @classmethod

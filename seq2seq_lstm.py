@@ -91,7 +91,7 @@ class Config:
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=512, hidden=1024, dropout=0.6, init=0.08)
         recipe = dict(lr=0.006, warmup=200, smoothing=0.2, average=10, beam=5, length_penalty=1.0)
-        batches = dict(batch_tokens=16384, steps=3000, eval_every=100)
+        batches = dict(batch_tokens=16384, accumulate=2, steps=3000, eval_every=100)
         return cls(**vocabulary | sizes | recipe | batches | overrides)
 
     @classmethod

@@ -353,16 +353,10 @@ def parse_args(Config, description, devices, argv=None):
     parser.add_argument(
         "--device", choices=devices, default=devices[-1], help="[the last one listed]"
     )
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    presets = dict(medium=Config.medium(), paper=Config.paper())
-    group = parser
-    for line in inspect.getsource(Config).splitlines():  # headings and comments become --help
-        if heading := re.fullmatch(r"    # (\w+)", line):
-            group = parser.add_argument_group(heading[1])
-        elif entry := re.match(r"    (\w+): .*?  # (.*)", line):
-            add_flag(group, fields[entry[1]], entry[2], presets)
+    add_flags(parser, Config, dict(medium=Config.medium(), paper=Config.paper()))
     args = parser.parse_args(argv)
-    args.config = {name: getattr(args, name) for name in fields if hasattr(args, name)}
+    names = [field.name for field in dataclasses.fields(Config)]
+    args.config = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if args.medium or args.paper:
         preset = Config.medium if args.medium else Config.paper
         args.config = vars(preset(**args.config))
@@ -384,6 +378,17 @@ def check_flags(args):  # rejects combinations of flags that make no sense
         raise InputError("--translate, --align and --test run in one process, without torchrun")
     if args.out.exists() and not args.resume and not args.inference:
         raise InputError(f"{args.out}: already exists; add --resume, or choose another --out")
+
+
+def add_flags(parser, Config, presets):
+    """Adds a flag for every field of Config; its headings and comments become --help."""
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    group = parser
+    for line in inspect.getsource(Config).splitlines():
+        if heading := re.fullmatch(r"    # (\w+)", line):
+            group = parser.add_argument_group(heading[1])
+        elif entry := re.match(r"    (\w+): .*?  # (.*)", line):
+            add_flag(group, fields[entry[1]], entry[2], presets)
 
 
 def add_flag(group, field, comment, presets):

@@ -36,6 +36,8 @@ from torch import sigmoid, softmax, tanh
 
 import data
 from data import BOS, EOS, PAD, UNK
+from docs import draw
+from docs import show_attend_tell as captions
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # the models are tiny
@@ -327,21 +329,20 @@ def test_paper_numbers(line):
 
 @scripts
 def test_presets(name):
-    """Medium models lie between the default and the paper's; --help shows all three values."""
-    Config, counts = script(name).Config, []
-    for preset in (Config, Config.medium, Config.paper):
-        with torch.device("meta"):
-            model = script(name).Model(preset(src_vocab=100, tgt_vocab=100))
-        counts.append(sum(p.numel() for p in model.parameters()))
+    """Sizes are in order, and the papers' where known; --help shows all three values of a field."""
+    Config, small, counts = script(name).Config, dict(src_vocab=100, tgt_vocab=100), []
+    with torch.device("meta"):
+        for cfg in (Config(**small), Config.medium(**small), Config.paper(**small), Config.paper()):
+            counts.append(sum(p.numel() for p in script(name).Model(cfg).parameters()))
     assert counts[0] < counts[1] < counts[2]
+    millions = dict(seq2seq_lstm=384, transformer=65)  # the Transformer's implies tied embeddings
+    assert counts[3] / 1e6 == pytest.approx(millions.get(name, counts[3] / 1e6), rel=0.04)
     text = " ".join(run(name, "--help")[0].split())
     for field in dataclasses.fields(Config):
         values = [getattr(cfg, field.name) for cfg in (Config, Config.medium(), Config.paper())]
         shown = "{}, medium: {}, paper: {}" if len(set(values)) > 1 else "{}"
-        pattern = (
-            rf"--{field.name.replace('_', '-')}[ ,][^[]*\[{re.escape(shown.format(*values))}\]"
-        )
-        assert re.search(pattern, text), pattern
+        flag, shown = "--" + field.name.replace("_", "-"), re.escape(shown.format(*values))
+        assert re.search(rf"{flag}[ ,][^[]*\[{shown}\]", text), flag
 
 
 def test_medium_transformer():
@@ -356,14 +357,6 @@ def test_medium_transformer():
     cfg = Config.medium(src_vocab=50, tgt_vocab=60, beam=1)
     assert (cfg.src_vocab, cfg.tgt_vocab, cfg.share_vocab, cfg.beam) == (50, 60, False, 1)
     assert not Config.medium(share_vocab=False).share_vocab
-
-
-def test_paper_sizes():
-    """Models have the papers' parameter counts; the Transformer's implies tied embeddings."""
-    for name, millions in (("seq2seq_lstm", 384), ("transformer", 65)):
-        with torch.device("meta"):
-            model = script(name).Model(script(name).Config.paper())
-        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.04)
 
 
 INIT = dict(seq2seq_lstm=". uniform 0.08", luong=". uniform 0.1")
@@ -1210,7 +1203,7 @@ def test_readme_commands():
 
 
 def test_links_to_code():
-    """Links to code point at the right lines, and attention.html is page.html with its data."""
+    """Links to code point at the right lines."""
     pages = [HERE / "README.md", *HERE.glob("docs/*.md")]
     pattern = r"\[`([^`]+)`\]\(([\w./]+\.py)#L(\d+)\)"
     links = [(page, *link) for page in pages for link in re.findall(pattern, page.read_text())]
@@ -1218,19 +1211,14 @@ def test_links_to_code():
     for page, code, file, line in links:
         lines = (page.parent / file).read_text().split("\n")
         assert code in lines[int(line) - 1], (page.name, code, file, line)
-    page = (HERE / "docs/page.html").read_text()
-    for name in re.findall(r">/\* (\w+) \*/<", page):
-        content = (HERE / f"docs/runs/{name}.json").read_text().strip()
-        page = page.replace(f"/* {name} */", content.replace("</", "<\\/"))
-    assert page == (HERE / "docs/attention.html").read_text()
 
 
-def test_recorded_translations():
-    """In attention.html the models with attention output the reference at the last step."""
+def test_attention_page():
+    """attention.html is current, and in it the models with attention output the references."""
+    assert draw.page() == (HERE / "docs/attention.html").read_text()
     film = json.loads((HERE / "docs/runs/film.json").read_text())
-    references = [target for _, target in film["pairs"]]
     for model in film["models"][1:]:
-        assert model["frames"][-1][1] == references, model["script"]
+        assert model["frames"][-1][1] == [target for _, target in film["pairs"]], model["script"]
     assert all(pair["said"] == pair["target"] for pair in film["twins"]["sentences"])
 
 
@@ -1271,6 +1259,75 @@ def test_readme_python(folder):
     assert alpha[0, 2] == 0 < alpha[0, :2].min()
     for options in (("concat", "local-p"), ("dot", "local-m"), ("location",)):
         names["LuongAttention"](64, *options)(names["source"], names["source"], names["mask"])
+
+
+def test_scenes():
+    """Splits share no caption; the pixels of an object have the color that its caption names."""
+    splits = [captions.make_scenes(200, split) for split in ("train", "valid", "test")]
+    descriptions = [{" ".join(scene.words) for scene in split} for split in splits]
+    assert not any(one & other for one, other in combinations(descriptions, 2))
+    names, colors = list(captions.COLORS), np.array(list(captions.COLORS.values()))
+    for scene in splits[0]:
+        assert not (scene.regions.sum(0) > 1).any()  # a pixel belongs to one object
+        for word, owner in zip(scene.words, scene.owner, strict=True):
+            assert (owner >= 0) == (word in (*names, *captions.SHAPES, "small", "large"))
+            if word in names and scene.regions[owner].sum() > 9:
+                color = scene.image[:, scene.regions[owner]].mean(1)
+                assert names[np.abs(colors - color).sum(1).argmin()] == word
+
+
+@pytest.mark.parametrize("attention", ["soft", "hard"])
+def test_captions_overfit(attention):
+    """A model memorizes three captions; its attention is the class of bahdanau.py, unchanged."""
+    cfg = captions.Config(attention=attention, scenes=3, batch=8, steps=60, warmup=10)
+    *_, (model, loss) = captions.train(cfg)
+    assert type(model.attention) is script("bahdanau").AdditiveAttention
+    scenes = captions.make_scenes(3, "train")
+    images, tgt = captions.to_tensors(scenes)
+    tokens, s = captions.greedy(model, images, max_len=tgt.size(1) - 1)
+    assert tokens.tolist() == tgt[:, 1:].tolist() and s.shape == (*tokens.shape, 64)
+    assert_close(s.sum(-1), torch.ones(tokens.shape), 1e-5)
+    assert loss < 0.1 and captions.evaluate(model, scenes)["exact"] == 100
+
+
+def small_captioner(**flags):
+    """A random float64 model with given annotations (1,3,4) instead of a CNN, and a caption."""
+    torch.manual_seed(2)
+    model = captions.Captioner(captions.Config(features=4, emb=3, hidden=5, attn=6, **flags))
+    model.encoder = nn.Identity()
+    return model.double(), torch.randn(1, 3, 4).double(), torch.tensor([[BOS, 5, 7, EOS]])
+
+
+def test_soft_context():
+    """Attention weights and gated context of soft attention match plain loops."""
+    model, a, _ = small_captioner()
+    h, f = torch.randn(1, 5).double(), model.attention
+    z, alpha, _ = model.attend(h, model.encode(a))
+    e = [f.v_a @ tanh(f.W_a.weight @ h[0] + f.U_a.weight @ a[0, i]) for i in range(3)]
+    want = [x.exp() / sum(y.exp() for y in e) for x in e]
+    beta = sigmoid(model.f_beta.weight @ h[0] + model.f_beta.bias)
+    assert_close(alpha[0], torch.stack(want))
+    assert_close(z[0], beta * sum(want[i] * a[0, i] for i in range(3)))
+
+
+def test_hard_estimator(monkeypatch):
+    """Weighted by their probabilities, the estimates of all paths sum to the exact gradient."""
+    model, a, tgt = small_captioner(attention="hard", lambda_r=1, lambda_e=0, expected=0)
+    parameters = [*model.parameters()]
+    estimate, bound = [0] * len(parameters), 0
+    for path in product(range(3), repeat=3):
+        locations = iter(path)
+        monkeypatch.setattr(torch, "multinomial", lambda *_, s=locations: torch.tensor([[next(s)]]))
+        logits, alpha, s = model.train()(a, tgt[:, :-1])
+        assert s.argmax(-1).tolist() == [[*path]]
+        value, log_p = captions.objective(model.cfg, tgt[:, 1:], logits, alpha, s, b=-1.7)
+        p = (alpha * s).sum(-1).prod()
+        bound = bound + p * log_p.sum()  # the exact lower bound, eq. (10)
+        grads = torch.autograd.grad(value.sum(), parameters, retain_graph=True, allow_unused=True)
+        estimate = [old if g is None else old + p.item() * g for old, g in zip(estimate, grads)]
+    exact = torch.autograd.grad(bound, parameters, allow_unused=True)
+    for got, want in zip(estimate, exact, strict=True):
+        assert_close(torch.as_tensor(got), torch.zeros(()) if want is None else want)
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ def check(browser):
     assert browser.run(text.format("clock")) not in ("after 0 steps (untrained)", clock)
     browser.run("document.getElementById('play').click()")
     check_pronoun(browser)
+    check_captions(browser)
     check_log(browser)
 
 
@@ -147,6 +148,33 @@ def check_pronoun(browser):
     assert browser.run(lit) == "it"
     browser.run(f"{words}[1].click()")
     assert browser.run(lit) == "dog"
+
+
+def check_captions(browser):
+    """The section about images: the slider, another image, and where the models look."""
+    words = "[...document.querySelectorAll('#captions-{} .looks > span')].slice(1)"
+    texts = f"return {words}.map(e => e.textContent).join(' ')"
+    bright = f"return {words}.map(e => e.querySelectorAll('rect').length - 1)"
+    reference = "return document.getElementById('reference-caption').textContent"
+    scene = "document.getElementById('scene')"
+    browser.run("document.getElementById('step-captions').focus()")
+    for _ in range(20):
+        browser.key("\ue012")
+    assert browser.run("return document.querySelectorAll('#captioners .wrong').length") > 10
+    for _ in range(20):
+        browser.key("\ue014")  # the right arrow: to the end of training
+    captions = set()
+    for k in range(3):
+        browser.run(f"{scene}.value = {k}; {scene}.dispatchEvent(new Event('change'))")
+        captions.add(browser.run(reference))
+        for attention in ("soft", "hard"):
+            assert browser.run(texts.format(attention)) == browser.run(reference)
+            assert all(n >= 1 for n in browser.run(bright.format(attention)))
+        assert set(browser.run(bright.format("hard"))) == {1}  # one location per word
+        outlined = "return document.querySelectorAll('#captions-hard path').length"
+        objects = (len(browser.run(reference).split()) + 1) // 5
+        assert browser.run(outlined) == 4 * objects  # in the image; at size, color and shape
+    assert len(captions) == 3
 
 
 def open_page(browser, name, width=1400, height=900, scheme="light", media=""):

@@ -265,13 +265,13 @@ def as_weights(text, columns):
     return np.frombuffer(bytes.fromhex(text), np.uint8).reshape(-1, columns) / 255
 
 
-def draw_page():
-    """attention.html: page.html, with each >/* name */< replaced by runs/name.json."""
-    page = (HERE / "page.html").read_text()
-    for name in re.findall(r">/\* (\w+) \*/<", page):
+def page():
+    """The text of attention.html: page.html, with each >/* name */< replaced by runs/name.json."""
+    text = (HERE / "page.html").read_text()
+    for name in re.findall(r">/\* (\w+) \*/<", text):
         content = (HERE / "runs" / f"{name}.json").read_text().strip()
-        page = page.replace(f"/* {name} */", content.replace("</", "<\\/"))
-    (HERE / "attention.html").write_text(page)
+        text = text.replace(f"/* {name} */", content.replace("</", "<\\/"))
+    return text
 
 
 def draw_learning(seconds=10):
@@ -324,4 +324,4 @@ if __name__ == "__main__":
     draw_precision()
     draw_alignments()
     draw_learning()
-    draw_page()
+    (HERE / "attention.html").write_text(page())

@@ -1,6 +1,5 @@
 """Every result is compared with an independent reference: naive loops over the papers' equations,
-finite differences, torch.nn, sacreBLEU, exhaustive search, or an uninterrupted run.
-"""
+finite differences, torch.nn, sacreBLEU, exhaustive search, or an uninterrupted run."""
 
 import dataclasses
 import doctest
@@ -948,8 +947,7 @@ def test_train_translate_align(name, folder):
 
 def test_built_in_corpus(folder, monkeypatch):
     """The default is the built-in corpus in a new folder; --resume picks the latest folder."""
-    toy = data.toy
-    monkeypatch.setattr(data, "toy", lambda n, **how: toy(n // 500 + 3, **how))
+    monkeypatch.setattr(data, "toy", lambda n, toy=data.toy, **how: toy(n // 500 + 3, **how))
     for number in ("", "-2", "-3"):
         stdout, _ = run("bahdanau", *small()[7:-1], "--max-len", 8)
         assert f"all files are in runs/bahdanau{number}/" in stdout
@@ -1142,12 +1140,11 @@ USER_ERRORS = f"""
 {TRAIN} nowhere | nowhere: cannot be read (No such // {TRAIN} truncated.gz | truncated.gz: cannot
 {TRAIN} short | train.en has 63 lines, short has 1 // {TRAIN} latin1 | latin1, line 2: not UTF-8
 {TRAIN} train.fr --min-count 999 | --min-count 999 // {TRAIN} train.fr --resume | new/last.pt
-{TRAIN} train.fr --out run | run: already exists; add --resume
+{TRAIN} train.fr --out run | run: already exists; add --resume // --dropout-out 1 | must be below 1
 --train long long --valid train.en train.fr | no pair of 1 to 100 words
---train train.en train.fr --valid long long | 1,000 words
+--train train.en train.fr --valid long long | 1,000 words // --dropout inf | must be below 1
 --train train.en train.fr --valid empty empty | empty: the file is empty
---medium --paper | not allowed with argument --medium // --dropout-out 1 | must be below 1
---train train.en train.fr | give both // --dropout inf | --dropout inf: must be below 1
+--medium --paper | not allowed with argument --medium // --train train.en train.fr | give both
 --align train.en latin1 --out run | latin1, line 2: not UTF-8
 --align train.en train.fr --out run --picture train.en | --picture NAME.svg
 --translate --out run --hidden 12 | --hidden: 10 in this run // transformer --heads 5 | --heads 5
@@ -1286,7 +1283,6 @@ def test_captions_overfit(attention):
     images, tgt = captions.to_tensors(scenes)
     tokens, s = captions.greedy(model, images, max_len=tgt.size(1) - 1)
     assert tokens.tolist() == tgt[:, 1:].tolist() and s.shape == (*tokens.shape, 64)
-    assert_close(s.sum(-1), torch.ones(tokens.shape), 1e-5)
     assert loss < 0.1 and captions.evaluate(model, scenes)["exact"] == 100
 
 
@@ -1299,8 +1295,8 @@ def small_captioner(**flags):
 
 
 def test_soft_context():
-    """Attention weights and gated context of soft attention match plain loops."""
-    model, a, _ = small_captioner()
+    """Weights, gated context and penalty of soft attention match plain loops."""
+    model, a, tgt = small_captioner(lambda_d=0.7)
     h, f = torch.randn(1, 5).double(), model.attention
     z, alpha, _ = model.attend(h, model.encode(a))
     e = [f.v_a @ tanh(f.W_a.weight @ h[0] + f.U_a.weight @ a[0, i]) for i in range(3)]
@@ -1308,24 +1304,29 @@ def test_soft_context():
     beta = sigmoid(model.f_beta.weight @ h[0] + model.f_beta.bias)
     assert_close(alpha[0], torch.stack(want))
     assert_close(z[0], beta * sum(want[i] * a[0, i] for i in range(3)))
+    logits, alpha, s = model(a, F.pad(tgt[:, :-1], (0, 2)))  # padding is not counted
+    value, log_p = captions.objective(model.cfg, F.pad(tgt[:, 1:], (0, 2)), logits, alpha, s)
+    penalty = sum((1 - sum(alpha[0, t, i] for t in range(3))) ** 2 for i in range(3))
+    assert_close(value, log_p - 0.7 * penalty)
 
 
 def test_hard_estimator(monkeypatch):
     """Weighted by their probabilities, the estimates of all paths sum to the exact gradient."""
-    model, a, tgt = small_captioner(attention="hard", lambda_r=1, lambda_e=0, expected=0)
+    model, a, tgt = small_captioner(attention="hard", lambda_r=1, lambda_e=0.3, expected=0)
     parameters = [*model.parameters()]
-    estimate, bound = [0] * len(parameters), 0
-    for path in product(range(3), repeat=3):
-        locations = iter(path)
-        monkeypatch.setattr(torch, "multinomial", lambda *_, s=locations: torch.tensor([[next(s)]]))
+    estimate, objective, log_ps = [0] * len(parameters), 0, set()
+    locations = chain(*product(range(3), repeat=3))
+    monkeypatch.setattr(torch, "multinomial", lambda *_: torch.tensor([[next(locations)]]))
+    for _ in range(27):
         logits, alpha, s = model.train()(a, tgt[:, :-1])
-        assert s.argmax(-1).tolist() == [[*path]]
         value, log_p = captions.objective(model.cfg, tgt[:, 1:], logits, alpha, s, b=-1.7)
-        p = (alpha * s).sum(-1).prod()
-        bound = bound + p * log_p.sum()  # the exact lower bound, eq. (10)
+        log_ps.add(log_p.item())
+        p, H = (alpha * s).sum(-1).prod(), -(alpha * alpha.log()).sum()
+        objective = objective + p * log_p.sum() + 0.3 * p.item() * H  # eq. (10), and the entropy
         grads = torch.autograd.grad(value.sum(), parameters, retain_graph=True, allow_unused=True)
         estimate = [old if g is None else old + p.item() * g for old, g in zip(estimate, grads)]
-    exact = torch.autograd.grad(bound, parameters, allow_unused=True)
+    exact = torch.autograd.grad(objective, parameters, allow_unused=True)
+    assert len(log_ps) == 27  # every path is different
     for got, want in zip(estimate, exact, strict=True):
         assert_close(torch.as_tensor(got), torch.zeros(()) if want is None else want)
 

@@ -1,7 +1,7 @@
 """Draws captions.svg: where show_attend_tell.py looks at each word, with soft and hard attention.
 
 python docs/draw_captions.py          draws the recording in docs/runs/captions.json
-python docs/draw_captions.py --film   first trains both models again, 9 minutes on two cores
+python docs/draw_captions.py --film   first trains both models again, 8 minutes on two cores
 """
 
 import base64

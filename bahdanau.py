@@ -10,19 +10,21 @@ arXiv 1409.0473
     e_ij = v_a^T tanh(W_a s_{i-1} + U_a h_j)   alignment model                              A.1.2
     alpha_ij = softmax_j(e_ij)                 attention weights, the soft alignment          (6)
     c_i = sum_j alpha_ij h_j                   context of target word i                       (5)
-    s_i = f(s_{i-1}, y_{i-1}, c_i)             decoder state, updated after attention       A.1.1
     p(y_i | y_<i, x) = g(y_{i-1}, s_{i-1}, c_i)   maxout layer, then softmax                A.2.2
+    s_i = f(s_{i-1}, y_i, c_i)                 decoder state; see the first deviation       A.1.1
 
-    python bahdanau.py                         built-in corpus: BLEU 95, AER 0.09, 2 min on 2 cores
+    python bahdanau.py                         built-in corpus: BLEU 96, AER 0.06, 2 min on 2 cores
     python bahdanau.py --medium --train train.en train.fr --valid valid.en valid.fr --out runs/fr
-
 Deviations from the paper
-- Eq. (4) has s_i where A.2.2 has s_{i-1}. The authors' code uses s_{i-1}, and so do we.
+- The paper prints s_i = f(s_{i-1}, y_{i-1}, c_i), so that s_{i-1} has not read y_{i-1}. In the
+  authors' code (GroundHog), f reads y_i: the state that attends and predicts has read the previous
+  word. We follow the code. Our f first reads <s> and an empty context; GroundHog uses s_0 as it is.
 - The encoder is torch's fused GRU, which computes r o (U h) instead of U (r o h), because the
   paper's cell is 1.6 times slower on a GPU. The decoder's cell is the paper's.
 - Batches hold pairs of similar length from the whole corpus, reshuffled every epoch; the paper
-  sorts 1,600 pairs at a time. This saves padding. On CUDA, bf16 is used for speed. Where the paper
-  is silent: beam 10, at most n + 50 words for n source words, model.pt best on validation data.
+  sorts 1,600 pairs at a time. On CUDA, bf16 is used for speed. Where the paper is silent: beam 10,
+  model.pt is the best on validation data, at most n + 50 words for n source words, no minimum
+  (GroundHog: n/2 to 3n words, and W_o factorized through 620 units).
 - Without --paper: smaller, Adam, label smoothing, dropout. The default trains in 2 minutes.
 """
 
@@ -43,68 +45,6 @@ from tqdm import trange
 import data
 from data import BOS, EOS, PAD, RANK, WORLD_SIZE
 
-
-@dataclasses.dataclass
-class Config:
-    # fmt: off
-    # text
-    src_vocab: int = 30000     # source vocabulary size: the most frequent words, the rest is <unk>
-    tgt_vocab: int = 30000     # target vocabulary size
-    share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
-    min_count: int = 1         # words seen fewer times in the training text become <unk>
-    max_len: int = 0           # longest training sentence in words (0: 100, or 30 if built-in)
-    # model
-    emb: int = 128             # m, embedding size
-    hidden: int = 128          # n, hidden units of the decoder and of each encoder direction
-    attn: int = 128            # n', hidden units of the alignment model
-    maxout: int = 64           # l, maxout units of the deep output
-    dropout: float = 0.2       # on embeddings and annotations; none in the paper
-    dropout_out: float = 0.0   # on the maxout layer; none in the paper
-    init: float = 0.1          # standard deviation of initial weights (recurrent: orthogonal)
-    init_attn: float = 0.15    # standard deviation of the initial W_a and U_a
-    # training
-    optimizer: typing.Literal["adam", "adadelta"] = "adam"  # adadelta in the paper
-    lr: float = 0.011          # learning rate
-    warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
-    clip: float = 1.0          # maximum gradient norm (0: no clipping)
-    smoothing: float = 0.1     # label smoothing; none in the paper
-    loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
-    batch_tokens: int = 2048   # maximum source + target tokens per batch, padding included
-    batch_sentences: int = 1000  # maximum sentences per batch
-    accumulate: int = 1        # split each batch into N micro-batches per process, to save memory
-    steps: int = 650           # training steps
-    eval_every: int = 100      # steps between validations
-    average: int = 1           # average the last N validated models (1: keep the best model)
-    compile: bool = False      # use torch.compile, on CUDA only
-    seed: int = 1              # random seed of initialization, batches and dropout
-    # decoding
-    beam: int = 1              # beam size; 1 is greedy decoding
-    length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
-    replace_unk: bool = False  # replace each <unk> with the source word it attends to most
-    # fmt: on
-
-    def __post_init__(self):
-        data.check(self)
-
-    @classmethod
-    def medium(cls, **overrides):
-        """For 10,000 to 300,000 sentence pairs; chosen on the validation set of Multi30k."""
-        vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
-        sizes = dict(emb=256, hidden=512, attn=256, maxout=256, dropout=0.5, dropout_out=0.5)
-        recipe = dict(lr=0.006, warmup=200, average=10, beam=5, length_penalty=1.0)
-        batches = dict(batch_tokens=16384, accumulate=2, steps=3000, eval_every=100)
-        return cls(**vocabulary | sizes | recipe | batches | overrides)
-
-    @classmethod
-    def paper(cls, **overrides):
-        """Section 4.2, A.2.3, appendix B, and the updates of RNNsearch-50 in table 2."""
-        sizes = dict(emb=620, hidden=1000, attn=1000, maxout=500, dropout=0.0)
-        init = dict(init=0.01, init_attn=0.001)
-        recipe = dict(optimizer="adadelta", lr=1.0, smoothing=0.0, loss_per="sentence", beam=10)
-        batches = dict(batch_sentences=80, batch_tokens=10000, max_len=50, eval_every=2000)
-        return cls(**sizes | init | recipe | batches | dict(steps=288000, compile=True) | overrides)
-
-
 # x source, y target, h annotations, s decoder state, alpha attention weights, c context; o is the
 # elementwise product. Shapes: B batch, S and T source and target length with EOS, E embedding,
 # H hidden, A alignment units, V vocabulary. In a mask, True = masked.
@@ -117,31 +57,26 @@ class AdditiveAttention(nn.Module):
         super().__init__()
         self.W_a = nn.Linear(query, units, bias=False)
         self.U_a = nn.Linear(key, units, bias=False)
-        self.v_a = nn.Parameter(torch.randn(units) / math.sqrt(units))  # RNNsearch.init zeroes it
+        self.v_a = nn.Parameter(torch.randn(units) / math.sqrt(units))  # RNNsearch: zero, B.1
 
     def keys(self, h):  # does not depend on the query, so it can be computed once per sentence
         return self.U_a(h)
 
-    def forward(self, query, source, mask=None, keys=None):  # (B,H), (B,S,2H), (B,S), (B,S,A)
+    def forward(self, query, source, mask=None, keys=None):
+        """query (B,T,H), source (B,S,2H), mask bool (B,S) -> context (B,T,2H), alpha (B,T,S)."""
         s, h = query, source  # the paper's symbols
-        if h.ndim != 3 or h.size(-1) != self.U_a.in_features:
-            raise ValueError(f"source: expected (B,S,{self.U_a.in_features}), got {tuple(h.shape)}")
-        expected = len(h), self.W_a.in_features
-        if s.shape != expected:
-            raise ValueError(f"query: expected {expected}, got {tuple(s.shape)}")
-        mask = torch.zeros_like(h[..., 0], dtype=torch.bool) if mask is None else mask
-        if mask.dtype != torch.bool or mask.shape != h.shape[:2]:
-            raise ValueError(f"mask: expected bool {h.shape[:2]}, got {mask.dtype} {mask.shape}")
-        keys = self.keys(h) if keys is None else keys
-        e = torch.tanh(self.W_a(s).unsqueeze(1) + keys) @ self.v_a  # A.1.2   (B,S)
+        mask = h.new_zeros(1, 1, dtype=torch.bool) if mask is None else mask
+        assert mask.dtype == torch.bool, "mask: expected bool (B,S), True = masked"
+        mask = mask.unsqueeze(1)  # (B,1,S)
+        keys = self.keys(h) if keys is None else keys  # (B,S,A)
+        e = torch.tanh(self.W_a(s).unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a  # A.1.2   (B,T,S)
         alpha = e.masked_fill(mask, -torch.inf).softmax(-1)  # eq. (6)
         alpha = alpha.masked_fill(mask, 0)  # not NaN if the whole source is masked
-        c = (alpha.unsqueeze(1) @ h).squeeze(1)  # eq. (5)   (B,2H)
-        return c, alpha
+        return alpha @ h, alpha  # eq. (5)
 
 
 class GatedUnit(nn.Module):
-    """The decoder's GRU, A.1.1: the context enters the candidate state and both gates."""
+    """f, the decoder's GRU, A.1.1: the context enters the candidate state and both gates."""
 
     def __init__(self, emb, hidden, context):
         super().__init__()
@@ -150,7 +85,7 @@ class GatedUnit(nn.Module):
         self.U_zr = nn.Linear(hidden, 2 * hidden, bias=False)
         self.U = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, We, s, c):  # We = W e(y_{i-1}) (B,3H)  s (B,H)  c (B,2H)
+    def forward(self, We, s, c):  # We = W e(y) (B,1,3H)  s (B,1,H)  c (B,1,2H)
         H = s.size(-1)
         gates, candidate = (We + self.C(c)).split([2 * H, H], -1)
         z, r = torch.sigmoid(gates + self.U_zr(s)).chunk(2, -1)
@@ -174,14 +109,6 @@ class Encoder(nn.Module):
         backward, _ = self.backward_rnn(reverse_words(x, src))  # words first, then padding
         h = torch.cat([forward, reverse_words(backward, src)], -1)  # eq. (7)   (B,S,2H)
         return self.drop(h)
-
-
-def reverse_words(x, src):
-    """Reverses the words (and EOS) of each sentence in x (B,S,*); padding stays on the right."""
-    length = (src != PAD).sum(1, keepdim=True)
-    position = torch.arange(src.size(1), device=src.device)
-    index = ((length - 1 - position) % src.size(1)).unsqueeze(-1)  # padding wraps to the end
-    return x.gather(1, index.expand_as(x))
 
 
 class RNNsearch(nn.Module):
@@ -221,8 +148,9 @@ class RNNsearch(nn.Module):
 
     def init_state(self, memory, max_len=None):  # max_len is unused here; transformer.py needs it
         h, _, _ = memory
-        backward_1 = h[:, 0, h.size(-1) // 2 :]  # <-h_1
-        return (torch.tanh(self.W_s(backward_1)),)  # s_0, A.2.2   (B,H)
+        backward_1 = h[:, :1, h.size(-1) // 2 :]  # <-h_1
+        s_0 = torch.tanh(self.W_s(backward_1))  # A.2.2   (B,1,H)
+        return s_0, torch.zeros_like(h[:, :1])  # no context yet   (B,1,2H)
 
     def reorder(self, state, rows):  # for beam search
         return tuple(x[rows] for x in state)
@@ -233,26 +161,94 @@ class RNNsearch(nn.Module):
         return self.W_o(self.drop_out(t))
 
     def step(self, y, state, memory):  # y_{i-1} (B,) -> logits of y_i (B,V), next state
-        (s,) = state
         h, keys, mask = memory
-        y = self.drop(self.E(y))
-        c, _ = self.attention(s, h, mask, keys=keys)
-        logits = self.output(s, y, c)
-        return logits, (self.cell(self.cell.W(y), s, c),)
+        y = self.drop(self.E(y.unsqueeze(1)))  # (B,1,E)
+        s = self.cell(self.cell.W(y), *state)  # s_{i-1}, which has read y_{i-1} and c_{i-1}
+        c, _ = self.attention(s, h, mask, keys)
+        return self.output(s, y, c).squeeze(1), (s, c)
 
     def forward(self, src, tgt_in, need_alpha=False):
         memory = self.encode(src)
         h, keys, mask = memory
         y = self.drop(self.E(tgt_in))  # (B,T,E)
-        (s,) = self.init_state(memory)
+        s, c = self.init_state(memory)
         steps = []
-        for We in self.cell.W(y).unbind(1):  # the loop holds only what needs s_{i-1}
-            c, alpha = self.attention(s, h, mask, keys=keys)
+        for We in self.cell.W(y).split(1, 1):  # the loop holds only what needs the state
+            s = self.cell(We, s, c)  # s_{i-1}, which has read y_{i-1} and c_{i-1}
+            c, alpha = self.attention(s, h, mask, keys)  # c_i
             steps.append((s, c, alpha))
-            s = self.cell(We, s, c)
-        s, c, alpha = (torch.stack(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,2H), (B,T,S)
+        s, c, alpha = (torch.cat(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,2H), (B,T,S)
         logits = self.output(s, y, c)  # (B,T,V)
         return (logits, alpha) if need_alpha else logits
+
+
+def reverse_words(x, src):
+    """Reverses the words (and EOS) of each sentence in x (B,S,*); padding stays on the right."""
+    length = (src != PAD).sum(1, keepdim=True)
+    position = torch.arange(src.size(1), device=src.device)
+    index = (length - 1 - position) % src.size(1)  # padding wraps around to the end   (B,S)
+    return x.gather(1, index.unsqueeze(-1).expand_as(x))
+
+
+@dataclasses.dataclass
+class Config:
+    # fmt: off
+    # text
+    src_vocab: int = 30000     # source vocabulary size: the most frequent words, the rest is <unk>
+    tgt_vocab: int = 30000     # target vocabulary size
+    share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
+    min_count: int = 1         # words that occur fewer than N times become <unk>
+    max_len: int = 0           # longest training sentence in words (0: 100; built-in corpus: 30)
+    # model
+    emb: int = 128             # m, embedding size
+    hidden: int = 128          # n, hidden units of the decoder and of each encoder direction
+    attn: int = 128            # n', hidden units of the alignment model
+    maxout: int = 64           # l, maxout units of the deep output
+    dropout: float = 0.2       # on embeddings and annotations; none in the paper
+    dropout_out: float = 0.0   # on the maxout layer; none in the paper
+    init: float = 0.1          # standard deviation of initial weights (recurrent: orthogonal)
+    init_attn: float = 0.15    # standard deviation of the initial W_a and U_a
+    # training
+    optimizer: typing.Literal["adam", "adadelta"] = "adam"  # adadelta in the paper
+    lr: float = 0.011          # learning rate
+    warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
+    clip: float = 1.0          # maximum gradient norm (0: no clipping)
+    smoothing: float = 0.1     # label smoothing; none in the paper
+    loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
+    batch_tokens: int = 2048   # maximum source + target tokens per batch, padding included
+    batch_sentences: int = 1000  # maximum sentences per batch
+    accumulate: int = 1        # split each batch into N micro-batches per process to save memory
+    steps: int = 650           # training steps
+    eval_every: int = 100      # steps between validations
+    average: int = 1           # average the weights at the last N validations (1: keep the best)
+    compile: bool = False      # use torch.compile, on CUDA only
+    seed: int = 1              # random seed of initialization, batches and dropout
+    # decoding
+    beam: int = 1              # beam size; 1 is greedy decoding
+    length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
+    replace_unk: bool = False  # replace each <unk> with the source word it attends to most
+    # fmt: on
+
+    def __post_init__(self):
+        data.check(self)
+
+    @classmethod
+    def medium(cls, **overrides):
+        """For 10,000 to 300,000 sentence pairs; chosen on the validation set of Multi30k."""
+        vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
+        sizes = dict(emb=256, hidden=512, attn=256, maxout=256, dropout=0.5, dropout_out=0.5)
+        recipe = dict(lr=0.006, warmup=200, average=10, beam=5, length_penalty=1.0)
+        batches = dict(batch_tokens=16384, accumulate=2, steps=3000, eval_every=100)
+        return cls(**vocabulary | sizes | recipe | batches | overrides)
+
+    @classmethod
+    def paper(cls, **overrides):
+        """Section 4.2, A.2.3, appendix B, and the updates of RNNsearch-50 in table 2."""
+        sizes = dict(emb=620, hidden=1000, attn=1000, maxout=500, dropout=0.0)
+        init = dict(init=0.01, init_attn=0.001)
+        recipe = dict(optimizer="adadelta", lr=1.0, smoothing=0.0, loss_per="sentence", beam=10)
+        batches = dict(batch_sentences=80, batch_tokens=10000, max_len=50, eval_every=2000)
+        return cls(**sizes | init | recipe | batches | dict(steps=288000, compile=True) | overrides)
 
 
 def make_optimizer(model, cfg):

@@ -14,16 +14,18 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
     h~_t = tanh(W_c [c_t ; h_t])               with the context c_t = sum_s a_t(s) hbar_s       (5)
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                        (6)
 
-    python luong.py                            built-in corpus: BLEU 96, AER 0.03, 2 min on 2 cores
+    python luong.py                            built-in corpus: BLEU 97, AER 0.04, 2 min on 2 cores
     python luong.py --medium --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 Deviations from the paper
-- Our choice where the paper is silent: s counts from 1 to S in reading order, EOS included; p_t = t
-  of local-m stops at S; location weights are renormalized over the sentence, and need global
-  attention; beam 10, at most n + 50 words; model.pt is the best on validation data.
-- alpha is a_t scaled to sum to 1, for y_t; footnote 14 has y_{t-1}, except with location.
+- s counts from 1 to S in reading order, EOS included; the authors' code leaves EOS out. p_t is not
+  rounded, so a local-p window covers 2D words, not 2D + 1. Location needs global attention.
+- alpha is a_t scaled to sum to 1, for the predicted word y_t. The authors read it as the alignment
+  of the input word y_{t-1}, except with the location score (footnote 14).
 - concat learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
 - --replace-unk always copies the source word; the authors first try a dictionary.
-- --steps stands for the paper's 12 epochs (10 without dropout). On CUDA, bf16 is used for speed.
+- Translations have 0 to n + 50 words for n source words, and finished hypotheses leave the beam;
+  the authors' code: 0.5n to 1.5n words, always K unfinished hypotheses. Single models only: the
+  paper's 23.0 is an ensemble. --steps stands for 12 epochs (10 without dropout). CUDA uses bf16.
 - Without --paper: smaller, Adam, label smoothing, global. The default trains in 2 minutes.
 """
 
@@ -44,6 +46,180 @@ from tqdm import trange
 import data
 from data import BOS, EOS, PAD, RANK, WORLD_SIZE
 
+# x source, y target, h_bar encoder states, h_t decoder state, a_t attention weights, c_t
+# context, h_tilde (h~) attentional state, p_t window center. Shapes: B batch, S source length,
+# T target length, E embedding, H hidden, L layers, V vocabulary. In a mask, True = masked.
+
+
+class LuongAttention(nn.Module):
+    """Global or local attention, 3.1 and 3.2: context, alpha = attention(query, source, mask)."""
+
+    def __init__(self, hidden, score="general", attention="global", window=10, positions=101):
+        super().__init__()
+        self.score = score
+        self.attention = attention
+        self.D = window
+        if score == "general":
+            self.W_a = nn.Linear(hidden, hidden, bias=False)
+        elif score == "concat":
+            self.W_a = nn.Linear(2 * hidden, hidden, bias=False)
+            self.v_a = nn.Linear(hidden, 1, bias=False)
+        elif score == "location":
+            self.W_a = nn.Linear(hidden, positions, bias=False)  # later words get zero weight
+        if attention == "local-p":
+            self.W_p = nn.Linear(hidden, hidden, bias=False)
+            self.v_p = nn.Linear(hidden, 1, bias=False)
+
+    def keys(self, h_bar):  # the part of the score that does not depend on h_t   (B,S,H)
+        if self.score == "general":
+            return self.W_a(h_bar)  # W_a hbar_s
+        if self.score == "concat":
+            return F.linear(h_bar, self.W_a.weight.chunk(2, 1)[1])  # W_a's half for hbar_s
+        return h_bar
+
+    def scores(self, h_t, keys):  # (B,T,S)
+        if self.score == "location":
+            e = self.W_a(h_t)  # eq. (8)   (B,T,positions)
+            return F.pad(e, (0, keys.size(1) - e.size(-1)), value=-torch.inf)  # pad or cut to S
+        if self.score == "concat":
+            W_a_h_t = F.linear(h_t, self.W_a.weight.chunk(2, 1)[0])
+            return self.v_a(torch.tanh(W_a_h_t.unsqueeze(2) + keys.unsqueeze(1))).squeeze(-1)
+        return h_t @ keys.mT  # dot, general
+
+    def center(self, h_t, S, t):  # p_t of the window (B,T,1), for sources of S words (B,1,1)
+        if self.attention == "local-p":
+            return S * torch.sigmoid(self.v_p(torch.tanh(self.W_p(h_t))))  # eq. (9)
+        t = t + torch.arange(h_t.size(1), device=h_t.device)
+        return torch.minimum(t.unsqueeze(1), S)  # local-m: p_t = t; past the end, the last word
+
+    def forward(self, query, source, mask=None, keys=None, t=1):
+        """query (B,T,H) of decoder steps t, t + 1, ...; source (B,S,H), mask bool (B,S)."""
+        h_t, h_bar = query, source  # the paper's symbols
+        mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool) if mask is None else mask
+        assert mask.dtype == torch.bool, "mask: expected bool (B,S), True = masked"
+        e = self.scores(h_t, self.keys(h_bar) if keys is None else keys)
+        outside = mask.unsqueeze(1)  # (B,1,S)
+        if self.attention != "global":
+            S = (~mask).sum(1).float().view(-1, 1, 1)  # length of each source; right padding
+            s = torch.arange(1, mask.size(1) + 1, device=mask.device)
+            p_t = self.center(h_t, S, t)
+            outside = outside | ((s - p_t).abs() > self.D)  # outside the window
+        a_t = e.masked_fill(outside, -torch.inf).softmax(-1)  # eq. (7)   (B,T,S)
+        a_t = a_t.masked_fill(outside, 0)  # not NaN if the whole source is masked
+        if self.attention == "local-p":  # in float32, and no longer summing to 1
+            a_t = a_t * torch.exp(-((s - p_t) ** 2) / (2 * (self.D / 2) ** 2))  # eq. (10)
+        return a_t.to(h_bar.dtype) @ h_bar, a_t  # (B,T,H), (B,T,S)
+
+
+class LuongNMT(nn.Module):
+    """The complete model: a deep LSTM encoder, a deep LSTM decoder, attention on the top layers."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        fed = cfg.hidden if cfg.input_feeding else 0  # size of h~_{t-1}
+        self.E_x = nn.Embedding(cfg.src_vocab, cfg.emb)
+        self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.emb)
+        self.encoder = DeepLSTM(cfg.emb, cfg.hidden, cfg.layers, cfg.dropout)
+        self.decoder = DeepLSTM(cfg.emb + fed, cfg.hidden, cfg.layers, cfg.dropout)
+        positions = (cfg.max_len or 100) + 1  # of the longest training sentence, EOS included
+        self.attention = LuongAttention(cfg.hidden, cfg.score, cfg.attention, cfg.window, positions)
+        self.W_c = nn.Linear(2 * cfg.hidden, cfg.hidden, bias=False)
+        self.W_s = nn.Linear(cfg.hidden, cfg.tgt_vocab, bias=False)
+        self.drop = nn.Dropout(cfg.dropout)
+        for p in self.parameters():
+            nn.init.uniform_(p, -cfg.init, cfg.init)  # section 4.1
+
+    def encode(self, src):
+        x = self.E_x(src).flip(1)  # the source is reversed, 4.1; its padding is now on the left
+        h_bar, (h, c) = self.encoder(x, padding=(src == PAD).flip(1))
+        h_bar = h_bar.flip(1)  # back to the order of src   (B,S,H)
+        return self.attention.keys(h_bar), h_bar, src == PAD, h, c  # h, c: (L,B,H)
+
+    def init_state(self, memory, max_len=None):  # max_len is unused here; transformer.py needs it
+        _, h_bar, _, h, c = memory
+        t = torch.ones(1, dtype=torch.long, device=h.device)
+        return h, c, torch.zeros_like(h_bar[:, 0]), t
+
+    def reorder(self, state, rows):  # for beam search
+        h, c, h_tilde, t = state
+        return h[:, rows], c[:, rows], h_tilde[rows], t
+
+    def attend(self, h_t, memory, t):  # h_t (B,T,H) of decoder steps t, t + 1, ...
+        keys, h_bar, mask, _, _ = memory
+        c_t, a_t = self.attention(h_t, h_bar, mask, keys, t)
+        h_tilde = torch.tanh(self.W_c(torch.cat([c_t, h_t], -1)))  # eq. (5)   (B,T,H)
+        return h_tilde, a_t
+
+    def advance(self, y, state, memory):  # one decoder step, y (B,E)
+        h, c, h_tilde, t = state
+        x = torch.cat([y, h_tilde], -1) if self.cfg.input_feeding else y  # section 3.3
+        final = []
+        for layer, h_n, c_n in zip(self.decoder.layers, h, c):
+            x, c_n = torch.lstm_cell(self.drop(x), (h_n, c_n), *layer.all_weights[0])
+            final.append((x, c_n))
+        h, c = (torch.stack(part) for part in zip(*final))
+        h_tilde, a_t = self.attend(x.unsqueeze(1), memory, t)  # x is now h_t
+        return (h, c, h_tilde.squeeze(1), t + 1), a_t.squeeze(1)
+
+    def step(self, y, state, memory):  # y_{t-1} (B,) -> logits of y_t (B,V), next state
+        (h, c, h_tilde, t), _ = self.advance(self.E_y(y), state, memory)
+        return self.W_s(self.drop(h_tilde)), (h, c, h_tilde, t)  # eq. (6)
+
+    def forward(self, src, tgt_in, need_alpha=False):
+        memory = self.encode(src)
+        state = self.init_state(memory)
+        y = self.E_y(tgt_in)  # (B,T,E)
+        if self.cfg.input_feeding:  # each step needs h~ of the previous one
+            steps = []
+            for y_t in y.unbind(1):
+                state, a_t = self.advance(y_t, state, memory)
+                steps.append((state[2], a_t))
+            h_tilde, a_t = (torch.stack(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,S)
+        else:
+            h_t, _ = self.decoder(y, state[:2])
+            h_tilde, a_t = self.attend(h_t, memory, t=1)
+        logits = self.W_s(self.drop(h_tilde))  # eq. (6)   (B,T,V)
+        total = a_t.sum(-1, keepdim=True).clamp_min(torch.finfo(a_t.dtype).tiny)  # 0 if all masked
+        return (logits, a_t / total) if need_alpha else logits
+
+
+class DeepLSTM(nn.Module):
+    """A stack of LSTMs, each of which reads the outputs of the one below."""
+
+    def __init__(self, size, hidden, layers, dropout):
+        super().__init__()
+        sizes = [size] + [hidden] * (layers - 1)
+        self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True) for n in sizes)
+        self.drop = nn.Dropout(dropout)  # not nn.LSTM's dropout, which CUDA graphs cannot record
+
+    def forward(self, x, state=None, padding=None):
+        """x (B,T,E); a decoder passes its state h, c (L,B,H), an encoder its left padding (B,T)."""
+        final = []
+        for n, layer in enumerate(self.layers):
+            x = self.drop(x)
+            if padding is None:
+                x, h_c = layer(x, tuple(part[n : n + 1] for part in state))
+            else:
+                x, h_c = lstm_after_padding(layer, x, padding)
+            final.append(h_c)
+        return x, tuple(torch.cat(part) for part in zip(*final))  # (B,T,H), final h and c (L,B,H)
+
+
+def lstm_after_padding(lstm, x, padding):
+    """lstm(x) without its left padding (B,T); CUDA graphs cannot record packed sequences."""
+    W_ih, *others = lstm.all_weights[0]
+    closed = W_ih.new_zeros(len(W_ih), 8)  # weights of the padding flag; 8 keep W_ih aligned
+    closed[: lstm.hidden_size] = -1e4  # close the input gate: c = f * 0 + 0 * g = 0, so h = 0
+    weights = [torch.cat([W_ih, closed], 1), *others]
+    flat = torch.cat([w.flatten() for w in weights])  # contiguous, as cuDNN requires
+    parts = flat.split([w.numel() for w in weights])
+    weights = [part.view_as(w) for part, w in zip(parts, weights)]
+    x = torch.cat([x, padding.to(x.dtype).unsqueeze(-1).expand(-1, -1, 8)], -1)
+    zero = x.new_zeros(1, len(x), lstm.hidden_size)
+    x, h, c = torch.lstm(x, (zero, zero), weights, True, 1, 0.0, lstm.training, False, True)
+    return x, (h, c)
+
 
 @dataclasses.dataclass
 class Config:
@@ -52,8 +228,8 @@ class Config:
     src_vocab: int = 30000     # source vocabulary size: the most frequent words, the rest is <unk>
     tgt_vocab: int = 30000     # target vocabulary size
     share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
-    min_count: int = 1         # words seen fewer times in the training text become <unk>
-    max_len: int = 0           # longest training sentence in words (0: 100, or 30 if built-in)
+    min_count: int = 1         # words that occur fewer than N times become <unk>
+    max_len: int = 0           # longest training sentence in words (0: 100; built-in corpus: 30)
     # model
     emb: int = 128             # embedding size
     hidden: int = 128          # LSTM units per layer
@@ -62,7 +238,6 @@ class Config:
     attention: typing.Literal["global", "local-m", "local-p"] = "global"  # section 3.2
     window: int = 10           # D, words on each side of p_t in local attention
     input_feeding: bool = False  # feed h~_{t-1} into the next decoder step, section 3.3
-    reverse: bool = True       # reverse the source, as in table 1
     dropout: float = 0.2       # before each LSTM layer and the softmax
     init: float = 0.15         # initial weights are uniform between -init and init
     # training
@@ -74,10 +249,10 @@ class Config:
     loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
     batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
-    accumulate: int = 1        # split each batch into N micro-batches per process, to save memory
+    accumulate: int = 1        # split each batch into N micro-batches per process to save memory
     steps: int = 1700          # training steps
     eval_every: int = 200      # steps between validations
-    average: int = 1           # average the last N validated models (1: keep the best model)
+    average: int = 1           # average the weights at the last N validations (1: keep the best)
     compile: bool = False      # use torch.compile, on CUDA only
     seed: int = 1              # random seed of initialization, batches and dropout
     # decoding
@@ -109,205 +284,6 @@ class Config:
         batches = dict(batch_sentences=128, batch_tokens=14000, max_len=50, eval_every=5000)
         steps = 421875 if overrides.get("dropout", 0.2) else 351562  # 12 epochs, or 10
         return cls(**sizes | best | recipe | batches | dict(steps=steps, compile=True) | overrides)
-
-
-# x source, y target, h_bar encoder states, h_t decoder state, a_t attention weights, c_t
-# context, h_tilde (h~) attentional state, p_t window center. Shapes: B batch, S source length,
-# T target length, E embedding, H hidden, L layers, V vocabulary. In a mask, True = masked.
-
-
-class LuongAttention(nn.Module):
-    """Global or local attention, 3.1 and 3.2: context, alpha = attention(query, source, mask)."""
-
-    def __init__(self, hidden, score="general", attention="global", window=10, positions=101):
-        super().__init__()
-        scores = ("dot", "general", "concat") + ("location",) * (attention == "global")
-        if score not in scores or attention not in ("global", "local-m", "local-p") or window < 1:
-            raise ValueError(f"no such score, attention, window: {score}, {attention}, {window}")
-        self.hidden = hidden
-        self.score = score
-        self.attention = attention
-        self.D = window
-        sizes = dict(general=(hidden, hidden), concat=(2 * hidden, hidden))
-        sizes["location"] = hidden, positions  # words at later positions get zero weight
-        if score in sizes:
-            self.W_a = nn.Linear(*sizes[score], bias=False)
-        if score == "concat":
-            self.v_a = nn.Linear(hidden, 1, bias=False)
-        if attention == "local-p":
-            self.W_p = nn.Linear(hidden, hidden, bias=False)
-            self.v_p = nn.Linear(hidden, 1, bias=False)
-
-    def keys(self, h_bar):  # the part of the score that does not depend on h_t   (B,S,H)
-        if self.score == "general":
-            return self.W_a(h_bar)  # W_a hbar_s
-        if self.score == "concat":
-            return F.linear(h_bar, self.W_a.weight[:, self.hidden :])  # W_a's half for hbar_s
-        return h_bar
-
-    def scores(self, h_t, keys):  # (B,T,S); location: (B,T,positions)
-        if self.score == "location":
-            return self.W_a(h_t)  # eq. (8)
-        if self.score == "concat":
-            W_a_h_t = F.linear(h_t, self.W_a.weight[:, : self.hidden])
-            return self.v_a(torch.tanh(W_a_h_t.unsqueeze(2) + keys.unsqueeze(1))).squeeze(-1)
-        return h_t @ keys.mT  # dot, general
-
-    def center(self, h_t, S, t):  # p_t of the window (B,T,1), for sources of S words (B,1,1)
-        if self.attention == "local-p":
-            return S * torch.sigmoid(self.v_p(torch.tanh(self.W_p(h_t))))  # eq. (9)
-        if t is None and h_t.size(1) == 1:
-            raise ValueError("t: local-m needs the number of the decoder step, from 1")
-        t = torch.arange(1, h_t.size(1) + 1) if t is None else t
-        t = torch.as_tensor(t, device=h_t.device).view(-1, 1)
-        return torch.minimum(t, S)  # local-m: p_t = t, but at most S
-
-    def forward(self, query, source, mask=None, keys=None, t=None):
-        """query (B,[T,]H), source (B,S,H), mask (B,S), t: decoder steps from 1, for local-m."""
-        h_t, h_bar = query, source  # the paper's symbols
-        if h_t.ndim == 2:
-            c_t, a_t = self(h_t.unsqueeze(1), h_bar, mask, keys, t)
-            return c_t.squeeze(1), a_t.squeeze(1)
-        if h_bar.ndim != 3 or h_bar.size(-1) != self.hidden:
-            raise ValueError(f"source: expected (B,S,{self.hidden}), got {tuple(h_bar.shape)}")
-        if h_t.ndim != 3 or h_t.shape[::2] != h_bar.shape[::2]:  # B and H must agree
-            raise ValueError(f"query: expected ({len(h_bar)},T,{self.hidden}), got {h_t.shape}")
-        mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool) if mask is None else mask
-        if mask.dtype != torch.bool or mask.shape != h_bar.shape[:2]:
-            raise ValueError(f"mask: need bool {h_bar.shape[:2]}, got {mask.dtype} {mask.shape}")
-        e = self.scores(h_t, self.keys(h_bar) if keys is None else keys)
-        s = (~mask).cumsum(-1).unsqueeze(1)  # positions 1 to S, on whichever side the padding is
-        outside = mask.unsqueeze(1)  # (B,1,S)
-        if self.score == "location":
-            outside = outside | (s > e.size(-1))
-            e = e.gather(-1, (s - 1).clamp(0, e.size(-1) - 1).expand(-1, h_t.size(1), -1))
-        if self.attention != "global":
-            p_t = self.center(h_t, s[..., -1:].float(), t)
-            outside = outside | ((s - p_t).abs() > self.D)  # outside the window
-        a_t = e.masked_fill(outside, -torch.inf).softmax(-1)  # eq. (7)   (B,T,S)
-        a_t = a_t.masked_fill(outside, 0)  # not NaN if the whole source is masked
-        if self.attention == "local-p":
-            a_t = a_t * torch.exp(-((s - p_t) ** 2) / (2 * (self.D / 2) ** 2))  # eq. (10)
-        return a_t.to(h_bar.dtype) @ h_bar, a_t  # a_t of local-p is float32   (B,T,H)
-
-
-class DeepLSTM(nn.Module):
-    """A stack of LSTMs; their dropout is ours because CUDA graphs cannot record nn.LSTM's."""
-
-    def __init__(self, size, hidden, layers, dropout):
-        super().__init__()
-        sizes = [size] + [hidden] * (layers - 1)
-        self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True) for n in sizes)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x, state=None, padding=None):
-        """x (B,T,E); state: h, c (L,B,H), zero by default; padding (B,T) must be on the left."""
-        last = []
-        for n, layer in enumerate(self.layers):
-            x = self.drop(x)
-            if padding is None:
-                x, (h, c) = layer(x, state and tuple(part[n : n + 1] for part in state))
-            else:
-                x, h, c = lstm_after_padding(layer, x, padding)
-            last.append((h, c))
-        return x, tuple(torch.cat(part) for part in zip(*last))
-
-
-def lstm_after_padding(lstm, x, padding):
-    """lstm(x), ignoring left padding (B,T); CUDA graphs cannot record packed sequences."""
-    W_ih, *others = lstm.all_weights[0]
-    closed = W_ih.new_zeros(len(W_ih), 8)  # weights of a padding flag, 8 times: memory alignment
-    closed[: lstm.hidden_size] = -1e4  # close the input gate: c = f * 0 + 0 * g = 0, so h = 0
-    weights = [torch.cat([W_ih, closed], 1), *others]
-    flat = torch.cat([w.flatten() for w in weights])  # contiguous, as cuDNN requires
-    parts = flat.split([w.numel() for w in weights])
-    weights = [part.view_as(w) for part, w in zip(parts, weights)]
-    x = torch.cat([x, padding.to(x.dtype).unsqueeze(-1).expand(-1, -1, 8)], -1)
-    zero = x.new_zeros(1, len(x), lstm.hidden_size)
-    return torch.lstm(x, (zero, zero), weights, True, 1, 0.0, lstm.training, False, True)
-
-
-def reverse_words(x, src):
-    """Reverses the words (and EOS) of each sentence in x (B,S,*); padding stays on the right."""
-    length = (src != PAD).sum(1, keepdim=True)
-    position = torch.arange(src.size(1), device=src.device)
-    index = ((length - 1 - position) % src.size(1)).unsqueeze(-1)  # padding wraps to the end
-    return x.gather(1, index.expand_as(x))
-
-
-class LuongNMT(nn.Module):
-    """The complete model: a deep LSTM encoder, a deep LSTM decoder, attention on the top layers."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.cfg = cfg
-        fed = cfg.hidden if cfg.input_feeding else 0  # size of h~_{t-1}
-        self.E_x = nn.Embedding(cfg.src_vocab, cfg.emb)
-        self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.emb)
-        self.encoder = DeepLSTM(cfg.emb, cfg.hidden, cfg.layers, cfg.dropout)
-        self.decoder = DeepLSTM(cfg.emb + fed, cfg.hidden, cfg.layers, cfg.dropout)
-        positions = (cfg.max_len or 100) + 1  # of the longest training sentence, EOS included
-        self.attention = LuongAttention(cfg.hidden, cfg.score, cfg.attention, cfg.window, positions)
-        self.W_c = nn.Linear(2 * cfg.hidden, cfg.hidden, bias=False)
-        self.W_s = nn.Linear(cfg.hidden, cfg.tgt_vocab, bias=False)
-        self.drop = nn.Dropout(cfg.dropout)
-        for p in self.parameters():
-            nn.init.uniform_(p, -cfg.init, cfg.init)  # section 4.1
-
-    def encode(self, src):
-        x = self.E_x(src) if self.cfg.reverse else reverse_words(self.E_x(src), src)  # (B,S,E)
-        padding = (src == PAD).flip(1)  # flip moves it left and reverses x (back if not --reverse)
-        h_bar, (h, c) = self.encoder(x.flip(1), padding=padding)
-        h_bar = h_bar.flip(1) if self.cfg.reverse else reverse_words(h_bar.flip(1), src)  # (B,S,H)
-        return self.attention.keys(h_bar), h_bar, src == PAD, h, c  # h, c: (L,B,H)
-
-    def init_state(self, memory, max_len=None):  # max_len is unused here; transformer.py needs it
-        _, h_bar, _, h, c = memory
-        t = torch.ones(1, dtype=torch.long, device=h.device)
-        return h, c, torch.zeros_like(h_bar[:, 0]), t
-
-    def reorder(self, state, rows):  # for beam search
-        h, c, h_tilde, t = state
-        return h[:, rows], c[:, rows], h_tilde[rows], t
-
-    def attend(self, h_t, memory, t):  # h_t (B,T,H)  t (T,)
-        keys, h_bar, mask, _, _ = memory
-        c_t, a_t = self.attention(h_t, h_bar, mask, keys, t)
-        h_tilde = torch.tanh(self.W_c(torch.cat([c_t, h_t], -1)))  # eq. (5)   (B,T,H)
-        return h_tilde, a_t
-
-    def advance(self, y, state, memory):  # one step, y (B,E)
-        h, c, h_tilde, t = state
-        x = torch.cat([y, h_tilde], -1) if self.cfg.input_feeding else y  # section 3.3
-        last = []
-        for layer, h_n, c_n in zip(self.decoder.layers, h, c):
-            x, c_n = torch.lstm_cell(self.drop(x), (h_n, c_n), *layer.all_weights[0])
-            last.append((x, c_n))
-        h, c = (torch.stack(part) for part in zip(*last))
-        h_tilde, a_t = self.attend(x.unsqueeze(1), memory, t)  # x is now h_t
-        return (h, c, h_tilde.squeeze(1), t + 1), a_t.squeeze(1)
-
-    def step(self, y, state, memory):  # y (B,)
-        (h, c, h_tilde, t), _ = self.advance(self.E_y(y), state, memory)
-        return self.W_s(self.drop(h_tilde)), (h, c, h_tilde, t)  # eq. (6)
-
-    def forward(self, src, tgt_in, need_alpha=False):
-        memory = self.encode(src)
-        state = self.init_state(memory)
-        y = self.E_y(tgt_in)  # (B,T,E)
-        if self.cfg.input_feeding:  # each step needs h~ of the previous one
-            steps = []
-            for y_t in y.unbind(1):
-                state, a_t = self.advance(y_t, state, memory)
-                steps.append((state[2], a_t))
-            h_tilde, a_t = (torch.stack(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,S)
-        else:
-            h_t, _ = self.decoder(y, state[:2])
-            t = torch.arange(1, tgt_in.size(1) + 1, device=src.device)
-            h_tilde, a_t = self.attend(h_t, memory, t)
-        logits = self.W_s(self.drop(h_tilde))  # eq. (6)   (B,T,V)
-        total = a_t.sum(-1, keepdim=True).clamp_min(torch.finfo(a_t.dtype).tiny)  # 0 if all masked
-        return (logits, a_t / total) if need_alpha else logits
 
 
 def make_optimizer(model, cfg):

@@ -1,17 +1,18 @@
 """Show, Attend and Tell: image captions with soft or hard attention.
 Xu et al. 2015, Show, Attend and Tell: Neural Image Caption Generation with Visual Attention,
-arXiv 1502.03044; equations from secondary sources and the authors' code, the number (14) unverified
+arXiv 1502.03044
 
     alpha_ti = softmax_i(f_att(a_i, h_{t-1}))   weights, with bahdanau.py's attention      (4), (5)
     z_t = beta_t sum_i alpha_ti a_i          soft: weighted mean of annotations, gated  (13), 4.2.1
-    z_t = sum_i s_ti a_i                     hard: one annotation, s_t ~ Multinoulli(alpha_t)   (9)
+    p(s_ti = 1) = alpha_ti                   hard: s_t is a sampled location, one-hot           (8)
+    z_t = sum_i s_ti a_i                     hard: the annotation at that location              (9)
     h_t = LSTM(E y_{t-1}, h_{t-1}, z_t)      decoder state                               (1) to (3)
     p(y_t | a, y_<t) = softmax(L_o (E y_{t-1} + L_h h_t + L_z z_t))                             (7)
     L_d = -log p(y|a) + lambda sum_i (1 - sum_t alpha_ti)^2                soft: loss          (14)
     grad log p(y|s,a) + lambda_r (log p(y|s,a) - b) grad log p(s|a) + ...  hard: REINFORCE     (12)
 
-    python docs/show_attend_tell.py                     95 % of captions correct, 3 min on 2 cores
-    python docs/show_attend_tell.py --attention hard    90 %; with --steps 3600, 95 %
+    python docs/show_attend_tell.py                     95% of captions correct, 3 min on 2 cores
+    python docs/show_attend_tell.py --attention hard    90%; with --steps 3600, 95%
 
 Deviations from the paper
 - Images are generated. A small CNN with batch normalization, trained jointly, replaces the
@@ -19,6 +20,7 @@ Deviations from the paper
 - lambda is 0.01 (authors' code: 1), because it asks for equal attention to all locations, and most
   of ours show only background. We tuned lambda_r and lambda_e on our images.
 - Hard attention takes the most probable location at test time, so that captions are reproducible.
+  beta_t gates only soft attention, as in the paper; the authors' code gates hard attention, too.
 - To train in 3 minutes: smaller, one-layer f_init, no dropout or early stopping, mixed caption
   lengths, s_t = alpha_t for half of each batch (not per image), warm-up, clipping, greedy decoding.
 """
@@ -82,7 +84,7 @@ class Encoder(nn.Module):
         layers = []
         for size, out, *window in shapes:  # window: kernel size, stride, padding
             layers += [nn.Conv2d(size, out, *window), nn.BatchNorm2d(out), nn.ReLU()]
-        self.cnn = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # 3 % faster
+        self.cnn = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # 3% faster
 
     def forward(self, images):  # (B,3,48,48), uint8
         a = self.cnn(images / 85 - 1).permute(0, 2, 3, 1)  # (B,8,8,D-2)
@@ -118,10 +120,11 @@ class Captioner(nn.Module):
 
     def attend(self, h, memory):  # h_{t-1} (B,n) -> z_t (B,D), alpha_t (B,L), s_t (B,L)
         a, keys = memory
-        z, alpha = self.attention(h, a, keys=keys)  # eq. (4), (5), (13)
+        z, alpha = self.attention(h.unsqueeze(1), a, keys=keys)  # eq. (4), (5), (13)
+        z, alpha = z.squeeze(1), alpha.squeeze(1)  # one query per image
         if self.cfg.attention == "hard":
             location = torch.multinomial(alpha, 1) if self.training else alpha.argmax(-1, True)
-            s = torch.zeros_like(alpha).scatter(-1, location, 1)  # eq. (8)
+            s = torch.zeros_like(alpha).scatter(-1, location, 1)  # sampled by eq. (8)
             n = int(len(a) * self.cfg.expected) if self.training else 0
             s = torch.cat([alpha[:n], s[n:]])  # 4.1: n images of the batch use the expected value
             return (s.unsqueeze(-1) * a).sum(1), alpha, s  # eq. (9)

@@ -41,7 +41,6 @@ import numpy as np
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
-MAX_WORDS = 1000  # --translate and --align leave longer sentences empty, validation ignores them
 RANK = int(os.environ.get("RANK", 0))  # number of this process; both are set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 
@@ -51,9 +50,13 @@ class InputError(Exception):
 
 
 # ---- 1. the loader: reading, vocabularies, encoding, batching ----------------------------------
-def split_words(line):
-    """Splits UTF-8 bytes at ASCII whitespace (a no-break space stays in its word); drops a BOM."""
-    return [word.decode() for word in line.removeprefix(b"\xef\xbb\xbf").split()]
+def to_words(sentence):
+    """Splits a string (or UTF-8 bytes) at ASCII whitespace; returns a list of words unchanged."""
+    if isinstance(sentence, str):
+        sentence = sentence.encode()  # bytes.split, unlike str.split, keeps no-break spaces
+    if isinstance(sentence, bytes):
+        return [word.decode() for word in sentence.removeprefix(b"\xef\xbb\xbf").split()]  # no BOM
+    return sentence
 
 
 def read(path):
@@ -64,40 +67,26 @@ def read(path):
         with opener(path, "rb") as file:
             for line in file:
                 number += 1
-                yield split_words(line)
+                yield to_words(line)
     except UnicodeDecodeError:
         raise InputError(f"{path}, line {number}: not UTF-8; convert the file to UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: cannot be read ({reason})") from None
+        raise InputError(f"{path}: cannot be read ({reason}); check the path") from None
 
 
 def read_pairs(source, target):
     """Yields the sentence pairs of two parallel text files."""
-    pair = None
-    try:
-        for pair in zip(read(source), read(target), strict=True):
-            yield pair
-    except ValueError:
-        counts = [f"{path} has {sum(1 for _ in read(path)):,} lines" for path in (source, target)]
-        raise InputError(f"{', '.join(counts)}; both need the same number") from None
-    if pair is None:
+    number = 0
+    for number, pair in enumerate(itertools.zip_longest(read(source), read(target)), 1):
+        if None in pair:
+            short, long = (source, target) if pair[0] is None else (target, source)
+            raise InputError(
+                f"{short}: has {number - 1:,} lines, {long} more; they must be parallel"
+            )
+        yield pair
+    if number == 0:
         raise InputError(f"{source}: the file is empty; it needs at least one sentence")
-
-
-def to_words(sentence):
-    """Returns the words of a sentence, given as a string or as a list of words."""
-    if isinstance(sentence, str):
-        return split_words(sentence.encode())
-    if isinstance(sentence, (list, tuple)) and all(isinstance(word, str) for word in sentence):
-        return list(sentence)
-    raise TypeError(f"a sentence must be a string or a list of words, not {sentence!r:.60}")
-
-
-def to_sentences(sentences):  # to_words for a list of sentences
-    if isinstance(sentences, str):
-        raise TypeError(f"expected a list of sentences, not one string; use [{sentences!r:.60}]")
-    return [to_words(sentence) for sentence in sentences]
 
 
 class Vocabulary(dict):
@@ -119,34 +108,34 @@ def build_vocabularies(pairs, sizes=(None, None), min_count=1, share=False):
     """Vocabularies of both sides, most frequent words first; sizes include SPECIALS."""
     counts = [collections.Counter(), collections.Counter()]
     for pair in pairs:
-        for count, words in zip(counts, pair):
-            count.update(words)
+        for count, sentence in zip(counts, pair):
+            count.update(sentence)
     if share:
         counts, sizes = [counts[0] + counts[1]] * 2, [sizes[0]] * 2
     vocabularies = []
     for count, size in zip(counts, sizes):
-        known = [w for w, n in count.items() if n >= min_count and w not in SPECIALS]
+        by_frequency = sorted(count, key=lambda word, count=count: (-count[word], word))
+        known = [w for w in by_frequency if count[w] >= min_count and w not in SPECIALS]
         if count and not known:
             raise InputError(f"--min-count {min_count}: no word occurs that often; lower it")
-        known.sort(key=lambda word, count=count: (-count[word], word))
         vocabularies.append(Vocabulary((SPECIALS + known)[:size]))
     return vocabularies
 
 
 class Bitext:
-    """Sentence pairs as token ids: per side, one flat array and the length of each sentence."""
+    """Sentence pairs as token ids. Sentence k of a side is tokens[starts[k] : starts[k + 1]]."""
 
     def __init__(self, pairs, vocabularies):
         tokens = array("i"), array("i")
-        lengths = array("q"), array("q")
+        starts = array("q", [0]), array("q", [0])
         for pair in pairs:
             for side in (0, 1):
-                ids = [BOS] * side + [*map(vocabularies[side].__getitem__, pair[side]), EOS]
-                tokens[side].extend(ids)
-                lengths[side].append(len(ids))
-        self.tokens = [np.array(side, np.int32) for side in tokens]
-        self.lengths = [np.array(side, np.int64) for side in lengths]
-        self.starts = [np.cumsum(side) - side for side in self.lengths]
+                ids = [vocabularies[side][word] for word in to_words(pair[side])]
+                tokens[side].extend([BOS] * side + ids + [EOS])
+                starts[side].append(len(tokens[side]))
+        self.tokens = [np.array(side) for side in tokens]
+        self.starts = [np.array(side) for side in starts]
+        self.lengths = [np.diff(side) for side in self.starts]
 
     def __len__(self):
         return len(self.lengths[0])
@@ -163,7 +152,7 @@ class Bitext:
         return sides
 
     def rows_by_length(self, max_tokens):
-        """Rows in batches, longest first; few sentences each, as translations can be long."""
+        """Batches that cover every row once, longest first, small because outputs may be longer."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
         cuts = batch_boundaries(longest[order], max_tokens, max_tokens // 32)
@@ -173,22 +162,17 @@ class Bitext:
         """Endless training batches. Batch k depends only on seed and k, so training can resume."""
         # Pairs of similar length share a batch, and lengths are rounded up to a multiple of 1/16 of
         # the longest. That gives little padding and few distinct shapes, which suits CUDA graphs.
-        multiple = max(int(max(side.max() for side in self.lengths)) // 16, 1)
+        multiple = max(max(side.max() for side in self.lengths) // 16, 1)
         source = round_up(self.lengths[0], multiple)
         longest = np.maximum(source, round_up(self.lengths[1] - 1, multiple))
         cuts = batch_boundaries(np.sort(longest)[::-1], max_tokens, max_sentences, rounded=True)
-        self.batches_per_epoch = len(cuts) - 1  # known at once, before the first batch is drawn
-
-        def generate():
-            epoch, skip = divmod(first_step, self.batches_per_epoch)
-            while True:  # shuffle the pairs of each shape, then the order of the batches
-                rng = np.random.default_rng((seed, epoch))
-                order = np.lexsort((rng.permutation(len(self)), source, longest))[::-1]
-                for k in rng.permutation(self.batches_per_epoch)[skip:]:
-                    yield self.batch(order[cuts[k] : cuts[k + 1]], multiple)
-                epoch, skip = epoch + 1, 0
-
-        return generate()
+        epoch, skip = divmod(first_step, len(cuts) - 1)
+        while True:  # shuffle the pairs of each shape, then the order of the batches
+            rng = np.random.default_rng((seed, epoch))
+            order = np.lexsort((rng.permutation(len(self)), source, longest))[::-1]
+            for k in rng.permutation(len(cuts) - 1)[skip:]:
+                yield self.batch(order[cuts[k] : cuts[k + 1]], multiple)
+            epoch, skip = epoch + 1, 0
 
 
 def round_up(length, multiple):
@@ -234,7 +218,7 @@ def aer(predicted, gold):
 def scores(pairs, hypotheses, alphas=None):
     """BLEU, BLEU by source length and, given attention weights and gold alignments, AER."""
     sources, references, *gold = zip(*pairs)
-    sources, references = to_sentences(sources), to_sentences(references)
+    sources, references = ([to_words(x) for x in side] for side in (sources, references))
     buckets = collections.defaultdict(list)
     for source, hypothesis, reference in zip(sources, hypotheses, references, strict=True):
         buckets[max(len(source) - 1, 0) // 10].append((hypothesis, reference))
@@ -253,24 +237,15 @@ def pharaoh(alpha):  # the format of fast_align and Marian: i-j, source index fi
     return " ".join(f"{i}-{j}" for i, j in sorted(links(alpha)))
 
 
-def replace_unknown(pairs, alphas):
-    """The targets with each <unk> replaced by the source word it attends to most."""
-    replaced = []
-    for (source, target), alpha in zip(pairs, alphas):
-        best = alpha[:, : max(len(source), 1)].argmax(-1)
-        replaced.append([source[i] if word == "<unk>" else word for i, word in zip(best, target)])
-    return replaced
-
-
-def labels(sentence):  # its first 60 words, shortened and made printable for a plot
-    words = to_words(sentence)[:60]
-    printable = ["".join(c if c.isprintable() else "?" for c in word) for word in words]
-    return [word if len(word) <= 24 else word[:23] + "…" for word in printable]
+def replace_unknown(source, target, alpha):
+    """The target with each <unk> replaced by the source word it attends to most."""
+    best = alpha[:, : max(len(source), 1)].argmax(-1)
+    return [source[i] if word == "<unk>" else word for i, word in zip(best, target)]
 
 
 def heatmap(source, target, alpha):
     """alpha as text for a terminal: a column per source word, a row per target word."""
-    source, target = labels(source), labels(target)
+    source, target = ([word[:24] for word in to_words(x)[:60]] for x in (source, target))
     height, width = (max(map(len, words), default=0) for words in (source, target))
     header = zip(*(word.rjust(height) for word in source))  # source words are written downwards
     lines = [" " * (width + 1) + " ".join(row) for row in header]
@@ -282,34 +257,23 @@ def heatmap(source, target, alpha):
 
 def svg(source, target, alpha):
     """alpha as an SVG picture; hovering over a cell shows its weight."""
-    return svg_column([(source, target, alpha)])
-
-
-def svg_column(alignments):
-    """Several (source, target, alpha) as one SVG picture, numbered, one below the other."""
-    parts, width, height = [], 0, 0
-    for number, (source, target, alpha) in enumerate(alignments, 1):
-        source, target = ([html.escape(word) for word in labels(x)] for x in (source, target))
-        caption = f"{number}. {' '.join(source)}" if len(alignments) > 1 else ""
-        height += 30 if caption else 0
-        parts.append(f'<text x="12" y="{height}">{caption}</text>')
-        left = 12 + 9 * max(map(len, target), default=0)
-        top = height + 12 + 9 * max(map(len, source), default=0)
-        for j, word in enumerate(source):
-            position = f"translate({left + 22 * j + 15},{top - 6}) rotate(-90)"
-            parts.append(f'<text transform="{position}">{word}</text>')
-        for i, word in enumerate(target):
-            y = top + 22 * i
-            parts.append(f'<text x="{left - 6}" y="{y + 15}" text-anchor="end">{word}</text>')
-            for j, (other, weight) in enumerate(zip(source, alpha[i])):
-                cell = f'x="{left + 22 * j}" y="{y}" opacity="{0.07 + 0.93 * weight:.2f}"'
-                title = f"<title>{other} {word} {weight:.2f}</title>"
-                parts.append(f'<rect {cell} width="21" height="21">{title}</rect>')
-        width = max(width, left + 22 * len(source) + 12, 24 + 9 * len(caption))
-        height = top + 22 * len(target) + 12
-    style = "<style>text{fill:#6e7781;font:15px monospace}rect{fill:#2f7fd6}</style>"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{style}'
-    return "\n".join([head, *parts, "</svg>\n"])
+    source, target = ([word[:24] for word in to_words(x)[:60]] for x in (source, target))
+    left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
+    width, height = left + 22 * len(source) + 12, top + 22 * len(target) + 12
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">']
+    parts += ["<style>text{fill:#6e7781;font:15px monospace}rect{fill:#2f7fd6}</style>"]
+    for j, word in enumerate(source):
+        position = f"translate({left + 22 * j + 15},{top - 6}) rotate(-90)"
+        parts.append(f'<text transform="{position}">{html.escape(word)}</text>')
+    for i, word in enumerate(target):
+        y = top + 22 * i
+        label = f'<text x="{left - 6}" y="{y + 15}" text-anchor="end">{html.escape(word)}</text>'
+        parts.append(label)
+        for j, (other, weight) in enumerate(zip(source, alpha[i])):
+            cell = f'x="{left + 22 * j}" y="{y}" opacity="{0.07 + 0.93 * weight:.2f}"'
+            title = f"<title>{html.escape(f'{other} {word}')} {weight:.2f}</title>"
+            parts.append(f'<rect {cell} width="21" height="21">{title}</rect>')
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def write_alignments(path, pairs, alphas):
@@ -322,12 +286,8 @@ def write_alignments(path, pairs, alphas):
 
 
 # ---- 4. the command line: flags, the data of a run, the run folder, the report ------------------
-MAY_CHANGE = """steps eval_every lr warmup clip accumulate average compile align_layer beam
-    length_penalty replace_unk"""  # what --resume, --translate, --align and --test may override
-
-
 def parse_args(Config, description, devices, argv=None):
-    """Parses the command line; args.config has the Config flags given (with a preset: all)."""
+    """Returns the parsed command line and the Config fields it sets (all, with a preset)."""
     script = Path(inspect.getfile(Config)).stem
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,  # so that an error is one line
@@ -335,150 +295,140 @@ def parse_args(Config, description, devices, argv=None):
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
         allow_abbrev=False,
     )
-    pair = dict(nargs=2, metavar=("SRC", "TGT"))
+    files = dict(nargs=2, metavar=("SRC", "TGT"))
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--train", **pair, help="train on your own text [built-in corpus]")
+    modes.add_argument("--train", **files, help="train on your own text [built-in corpus]")
     modes.add_argument("--translate", action="store_true", help="translate stdin to stdout")
-    modes.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
-    modes.add_argument("--test", **pair, help="print BLEU and perplexity")
-    parser.add_argument("--valid", **pair, help="validation text; text files may be .gz")
-    parser.add_argument("--picture", type=Path, metavar="SVG", help="draw the first 20 alignments")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"run folder [new or latest runs/{script}*]"
-    )
+    modes.add_argument("--align", **files, help="print alignments in Pharaoh format (i-j)")
+    modes.add_argument("--test", **files, help="print BLEU and perplexity")
+    parser.add_argument("--valid", **files, help="validation text; text files may be .gz")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"run folder [runs/{script}]")
     parser.add_argument("--resume", action="store_true", help="resume the run in --out")
-    preset = parser.add_mutually_exclusive_group()
-    preset.add_argument("--medium", action="store_true", help="sizes and recipe for real text")
-    preset.add_argument("--paper", action="store_true", help="the paper's sizes and recipe")
-    parser.add_argument(
-        "--device", choices=devices, default=devices[-1], help="[the last one listed]"
-    )
+    presets = parser.add_mutually_exclusive_group()
+    const = dict(action="store_const", dest="preset")
+    presets.add_argument("--medium", **const, const=Config.medium, help="for real text, on a GPU")
+    presets.add_argument("--paper", **const, const=Config.paper, help="as in the paper")
+    parser.add_argument("--device", choices=devices, default=devices[-1], help="[the last one]")
     add_flags(parser, Config, dict(medium=Config.medium(), paper=Config.paper()))
     args = parser.parse_args(argv)
-    names = [field.name for field in dataclasses.fields(Config)]
-    args.config = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    if args.medium or args.paper:
-        preset = Config.medium if args.medium else Config.paper
-        args.config = vars(preset(**args.config))
-    args.inference = bool(args.translate or args.align or args.test)
-    args.interactive = args.translate and os.isatty(0)
-    args.pictures = 20 if args.picture else int(args.interactive)  # how many alignments to draw
-    args.drawn = []
-    args.out = args.out or default_run_folder(script, args.resume or args.inference)
-    check_flags(args)
-    return args
-
-
-def check_flags(args):  # rejects combinations of flags that make no sense
+    flags = {k: value for k, value in vars(args).items() if k in Config.__dataclass_fields__}
+    existing = args.resume or args.translate or args.align or args.test
     if bool(args.train) != bool(args.valid):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
-    if args.picture and not ((args.translate or args.align) and args.picture.suffix == ".svg"):
-        raise InputError("--picture NAME.svg: must end in .svg, and needs --translate or --align")
-    if args.inference and WORLD_SIZE > 1:
-        raise InputError("--translate, --align and --test run in one process, without torchrun")
-    if args.out.exists() and not args.resume and not args.inference:
+    if args.out and args.out.exists() and not existing:
         raise InputError(f"{args.out}: already exists; add --resume, or choose another --out")
+    if args.preset == Config.medium and args.device == "cpu" and not existing:
+        warn("--medium can take a day on a CPU; for a few thousand pairs, leave it out")
+    args.out = args.out or default_folder(script, existing)
+    return args, vars(args.preset(**flags)) if args.preset else flags
+
+
+def default_folder(script, existing):
+    """The first of runs/script, runs/script-2, ... that does not exist, or the last that does."""
+    folders = [Path("runs", f"{script}-{n}" if n > 1 else script) for n in range(1, 1000)]
+    new = next(n for n, folder in enumerate(folders) if not folder.exists())
+    return folders[max(new - 1, 0) if existing else new]
 
 
 def add_flags(parser, Config, presets):
     """Adds a flag for every field of Config; its headings and comments become --help."""
-    fields = {field.name: field for field in dataclasses.fields(Config)}
     group = parser
-    for line in inspect.getsource(Config).splitlines():
-        if heading := re.fullmatch(r"    # (\w+)", line):
-            group = parser.add_argument_group(heading[1])
-        elif entry := re.match(r"    (\w+): .*?  # (.*)", line):
-            add_flag(group, fields[entry[1]], entry[2], presets)
-
-
-def add_flag(group, field, comment, presets):
-    """Adds the flag for one field of Config, with the comment next to the field as its help."""
-    options = dict(type=field.type, metavar="N" if field.type is int else "X")
-    if field.type is bool:
-        options = dict(action=argparse.BooleanOptionalAction)
-    if typing.get_args(field.type):
-        options = dict(choices=typing.get_args(field.type))
-    values = {name: getattr(preset, field.name) for name, preset in presets.items()}
-    if set(values.values()) == {field.default}:
-        values = {}
-    values = ", ".join([f"{field.default}", *(f"{name}: {values[name]}" for name in values)])
-    text = f"{comment} [{values}]".replace("%", "%%")
-    flag = "--" + field.name.replace("_", "-")
-    group.add_argument(flag, default=argparse.SUPPRESS, help=text, **options)
+    lines = r"^    (?:# (\w+)$|(\w+): [^#\n]*(?:# (.*))?)"  # headings and fields
+    for heading, name, comment in re.findall(lines, inspect.getsource(Config), re.M):
+        if heading:
+            group = parser.add_argument_group(heading)
+            continue
+        field = Config.__dataclass_fields__[name]
+        options = dict(type=field.type, metavar="N" if field.type is int else "X")
+        if field.type is bool:
+            options = dict(action=argparse.BooleanOptionalAction)
+        elif typing.get_origin(field.type) is typing.Literal:
+            options = dict(choices=typing.get_args(field.type))
+        elif field.type not in (int, float, str):
+            raise TypeError(f"Config.{name}: use int, float, str, bool or typing.Literal")
+        values = {preset: getattr(cfg, name) for preset, cfg in presets.items()}
+        shown = f"{field.default}"
+        if set(values.values()) - {field.default}:
+            shown += "".join(f", {preset}: {value}" for preset, value in values.items())
+        text = f"{comment} [{shown}]".replace("%", "%%")
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, default=argparse.SUPPRESS, help=text, **options)
 
 
 def check(config):
-    """Rejects values out of range, for Config.__post_init__."""
+    """Rejects values that would train on nothing, give nonsense or end in a traceback."""
     for field in dataclasses.fields(config):
-        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        value = getattr(config, field.name)
+        flag = f"--{field.name.replace('_', '-')} {value}"
         choices = typing.get_args(field.type)
-        minimum = int(field.type is int and field.default > 0)  # 0 only where it is the default
-        minimum = dict(src_vocab=5, tgt_vocab=5, seed=0).get(field.name, minimum)
         if choices and value not in choices:
-            raise InputError(f"{flag} {value}: must be one of {', '.join(choices)}")
-        if not choices and not value >= minimum:  # also catches nan
-            raise InputError(f"{flag} {value}: must be at least {minimum}")
-        if field.name in ("dropout", "dropout_out", "smoothing") and value >= 1:
-            raise InputError(f"{flag} {value}: must be below 1")
+            raise InputError(f"{flag}: must be one of {', '.join(choices)}")
+        if field.type is int:
+            least = dict(src_vocab=5, tgt_vocab=5, seed=0).get(field.name, min(field.default, 1))
+            if value < least:
+                raise InputError(f"{flag}: must be at least {least}")
+        if field.name in ("dropout", "dropout_out", "smoothing") and not 0 <= value < 1:
+            raise InputError(f"{flag}: must be at least 0 and below 1")
 
 
-def override_config(config, flags):
-    """The saved config with these flags; only flags in MAY_CHANGE may differ from it."""
-    for name, value in flags.items():
-        fits = name in ("src_vocab", "tgt_vocab") and value > config[name]  # the text had fewer
-        if name not in MAY_CHANGE.split() and value != config.get(name) and not fits:
-            flag = f"--{name.replace('_', '-')}: {config.get(name)} in this run"
-            raise InputError(f"{flag}; leave the flag out (--medium and --paper set it too)")
-    return config | {name: flags[name] for name in flags if name in MAY_CHANGE.split()}
+def saved_config(path, saved, Config, flags):
+    """The Config of a checkpoint, with the flags that its weights allow to change."""
+    config = saved["config"]
+    if saved["script"] != Path(inspect.getfile(Config)).stem:
+        raise InputError(f"{path}: made by {saved['script']}.py; use that script")
+    names = [field.name for field in dataclasses.fields(Config)]
+    for name in names[: names.index("lr")]:  # text, model and optimizer are fixed; the rest is not
+        value = flags.get(name, config[name])
+        unused = name in ("src_vocab", "tgt_vocab") and value > config[name]  # the text has fewer
+        if value != config[name] and not unused:
+            flag = f"--{name.replace('_', '-')} {config[name]}, not {value}"
+            raise InputError(f"{path}: trained with {flag}; leave out the flag, or its preset")
+        flags = flags | {name: config[name]}
+    cfg = Config(**config | flags)
+    if any(line["step"] >= cfg.steps for line in saved.get("log", [])):
+        warn(f"{path}: nothing left to train; raise --steps to train longer")
+    return cfg
 
 
 class Corpus:
     """Training, validation and test pairs: from text files, or the built-in corpus."""
 
-    def __init__(self, cfg, train=None, valid=None, words=None):
+    def __init__(self, cfg, train, valid, saved):
+        train, valid = (train, valid) if train else saved.get("files", (None, None))
         max_len = cfg.max_len or (100 if train else 30)
         if train:
-            pairs = list(read_pairs(*valid))
-            self.valid = self.test = [pair for pair in pairs if max(map(len, pair)) <= MAX_WORDS]
-            if not self.valid:
-                raise InputError(f"{valid[0]}: no pair of at most {MAX_WORDS:,} words a side")
-            if len(self.valid) < len(pairs):
-                warn(f"{valid[0]}: ignoring sentences of more than {MAX_WORDS:,} words")
+            self.valid = self.test = list(read_pairs(*valid))
             self.examples = [source for source, _ in self.valid[:100]]
         else:
-            toy_train = toy(50000, max_len=max_len)
+            built_in = toy(50000, max_len=max_len)
             self.valid = toy(500, max_len=max_len, split="valid")
             self.test = toy(1000, max_len=max_len, split="test")
-            self.examples = [EXAMPLE.split()] + [pair[0] for pair in self.test[:99]]
+            self.examples = [EXAMPLE.split(), *(source for source, *_ in self.test[:99])]
 
         def training_pairs():  # called twice: to count words, then to encode them
             self.skipped = 0
-            for pair in read_pairs(*train) if train else toy_train:
-                if not train or all(0 < len(words) <= max_len for words in pair):
+            pairs = read_pairs(*train) if train else built_in
+            for pair in pairs:
+                if not train or all(0 < len(sentence) <= max_len for sentence in pair):
                     yield pair
                 else:
                     self.skipped += 1
 
-        if words:
-            self.vocabularies = [Vocabulary(side) for side in words]
+        if "vocabularies" in saved:
+            self.vocabularies = [Vocabulary(words) for words in saved["vocabularies"]]
         else:
-            sizes = cfg.src_vocab, cfg.tgt_vocab
-            self.vocabularies = build_vocabularies(
-                training_pairs(), sizes, cfg.min_count, cfg.share_vocab
-            )
+            options = (cfg.src_vocab, cfg.tgt_vocab), cfg.min_count, cfg.share_vocab
+            self.vocabularies = build_vocabularies(training_pairs(), *options)
         self.train = Bitext(training_pairs(), self.vocabularies)
-        if not len(self.train):
+        if len(self.train) == 0:
             raise InputError(f"{train[0]}: no pair of 1 to {max_len} words a side; raise --max-len")
+        valid_words = repr([pair[:2] for pair in self.valid]).encode()
+        checksum = zlib.crc32(b"".join([*self.train.tokens, valid_words]))
+        if checksum != saved.get("checksum", checksum):
+            raise InputError("--resume: this run was trained on other text; start a new run")
         words = [vocabulary.words for vocabulary in self.vocabularies]
-        self.about = dict(files=(train, valid), words=words)  # for the checkpoints
-        valid_words = repr([pair[:2] for pair in self.valid])
-        self.valid_set = zlib.crc32(valid_words.encode())  # identifies the set in the log
+        self.about = dict(files=(train, valid), vocabularies=words, checksum=checksum)
         self.sizes = dict(src_vocab=len(words[0]), tgt_vocab=len(words[1]))
-
-    def best_loss(self, log):
-        """The lowest loss so far on this validation set, which may have changed on --resume."""
-        losses = [line["valid_loss"] for line in log if line.get("valid_set") == self.valid_set]
-        return min(losses, default=math.inf)
 
     def __str__(self):
         unknown = max((side == UNK).sum() / (side > EOS).sum() for side in self.train.tokens)
@@ -487,104 +437,66 @@ class Corpus:
         return f"{pairs}, {vocabularies}, at most {unknown:.1%} unknown"
 
 
-def read_requests(files, vocabulary):
-    """Yields lists of pairs to translate or align, from two files or from stdin (sources only)."""
-    interactive = not files and os.isatty(0)
-    stdin = ((to_words(line.decode(errors="replace")), []) for line in sys.stdin.buffer)
-    numbered = enumerate(read_pairs(*files) if files else stdin, 1)
-    while True:
-        if interactive:
-            print("> ", end="", file=sys.stderr, flush=True)
-        chunk = list(itertools.islice(numbered, 1 if interactive else 4000))
-        if not chunk:
-            return
-        for number, pair in chunk:
-            if max(map(len, pair)) > MAX_WORDS:
-                warn(f"line {number}: more than {MAX_WORDS:,} words; left empty")
-        words = [word for _, (source, _) in chunk for word in source]
-        unknown = [word for word in words if word not in vocabulary]
-        if unknown and interactive:
-            warn(f"unknown words: {' '.join(unknown)}")
-        elif len(unknown) > len(words) / 5:
-            warn(f"{len(unknown) / len(words):.0%} of words unknown; tokenize as for training")
-        yield [pair if max(map(len, pair)) <= MAX_WORDS else ([], []) for _, pair in chunk]
+def read_stdin(vocabulary):
+    """Yields lists of up to 4,000 sentences, in a terminal one; reports unknown words."""
+    prompt = "> " if os.isatty(0) else ""
+    print(prompt, end="", file=sys.stderr, flush=True)
+    while lines := list(itertools.islice(sys.stdin.buffer, 1 if prompt else 4000)):
+        sentences = [to_words(line.decode(errors="replace")) for line in lines]
+        unknown = [word for sentence in sentences for word in sentence if word not in vocabulary]
+        if unknown:
+            warn(f"{len(unknown):,} unknown words: {' '.join(unknown[:10])}")
+        yield sentences
+        print(prompt, end="", file=sys.stderr, flush=True)
 
 
-def print_results(args, pairs, alphas):
-    """Prints one line per pair, its alignment or its translation, and updates --picture."""
-    lines = [*map(pharaoh, alphas)] if args.align else [" ".join(target) for _, target in pairs]
-    if args.interactive and pairs[0][0]:
-        lines.append(f"\n{heatmap(*pairs[0], alphas[0])}\n")
-    print(*lines, sep="\n", flush=True)
-    if args.picture and len(args.drawn) < args.pictures:
-        args.drawn += [(*pair, alpha) for pair, alpha in zip(pairs, alphas)]
-        write(args.picture, svg_column(args.drawn[: args.pictures]).encode())
-
-
-def default_run_folder(script, existing):
-    """The latest existing run, or a new folder: runs/script, runs/script-2, ..."""
-    if existing:
-        runs = sorted(Path("runs").glob(f"{script}*/last.pt"), key=os.path.getmtime)
-        if not runs:
-            raise InputError(f"runs/{script}*: no run found; train first, or set --out")
-        return runs[-1].parent
-    folders = (Path("runs", f"{script}-{n}" if n > 1 else script) for n in itertools.count(1))
-    return next(folder for folder in folders if not folder.exists())
-
-
-def write(path, content, dump=None):
-    """Replaces a file atomically with bytes, or with what dump(content, file) writes."""
+def write(path, content, save=None):
+    """Replaces a file atomically with bytes, or with what save(content, file) writes."""
     if RANK > 0:  # only the first process writes
         return
-    if dump:  # to memory first, because torch.save crashes when the disk is full
+    if save:  # to memory first, because torch.save crashes when the disk is full
         buffer = io.BytesIO()
-        dump(content, buffer)
+        save(content, buffer)
         content = buffer.getbuffer()
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        Path(f"{path}.tmp").write_bytes(content)
+        os.replace(f"{path}.tmp", path)
     except OSError as error:
-        raise InputError(f"{path}: not written ({error.strerror}); old file kept") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        Path(f"{path}.tmp").unlink(missing_ok=True)
+        raise InputError(f"{path}: not written ({error.strerror}); old files are kept") from None
+
+
+def warn(message):
+    print(message, file=sys.stderr, flush=True)
 
 
 def write_log(out, log):  # one line per validation; the last line of a finished run is its result
     write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
 
-def warn(message):  # prints to stderr; under torchrun only the first process does
-    if RANK == 0:
-        with contextlib.suppress(OSError):  # a closed stderr must not end a training run
-            print(message, file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
 def checkpoint_errors(path):
-    """Turns whatever a damaged, foreign or outdated checkpoint raises into an InputError."""
+    """Turns whatever a missing, damaged or outdated checkpoint raises into an InputError."""
     try:
         yield
     except FileNotFoundError:
-        raise InputError(f"{path}: not found; train a model first, or set --out") from None
-    except InputError:
-        raise
-    except Exception as error:  # it can be almost anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"{path}: not a checkpoint this script can load ({reason})") from None
+        raise InputError(f"{path}: not found; train a model first, or name another run") from None
+    except Exception as error:  # torch.load and load_state_dict raise many types
+        name = type(error).__name__
+        if name in ("InputError", "OutOfMemoryError") or not path.exists():
+            raise
+        reason = f"{name}: {error}".splitlines()[0]
+        raise InputError(f"{path}: damaged, or made by another version ({reason})") from None
 
 
 @contextlib.contextmanager
 def one_line_errors():
     """Turns user errors into one line on stderr and exit status 2."""
-    sys.stderr = sys.stderr or io.StringIO()  # None if it was closed with 2>&-
-    if hasattr(sys.stdout, "reconfigure"):  # the same bytes on every operating system
+    if hasattr(sys.stdout, "reconfigure"):  # the same bytes on every system; not in notebooks
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")
     try:
         yield
+        sys.stdout.flush()
     except BrokenPipeError:  # stdout was closed, as by `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except KeyboardInterrupt:
@@ -599,19 +511,15 @@ def one_line_errors():
         sys.exit(2)
 
 
-def log_validation(bar, line, valid_set):
-    """Shows the losses next to the progress bar, or on a line of their own; fails if not finite."""
-    line["valid_set"] = valid_set
+def log_validation(bar, out, log, smoothing):
+    """Shows the last line of the log and writes log.jsonl; fails if the loss is not finite."""
+    line = dict(log[-1], note="last batch, with label smoothing" if smoothing else "last batch")
     if not math.isfinite(line["loss"] + line["valid_loss"]):
         raise InputError(f"step {line['step']}: loss is not finite; --resume with a lower --lr")
-    losses = "loss {loss:.3f}, valid {valid_loss:.3f}".format(**line)
-    bar.set_postfix_str(losses)
-    if bar.disable:
-        warn(f"step {line['step']}, {losses}, {line['seconds']:.0f} s")
-
-
-def average(checkpoints):  # the mean of several state dicts
-    return {k: sum(c[k] for c in checkpoints) / len(checkpoints) for k in checkpoints[0]}
+    if RANK == 0:
+        text = "step {step}, loss {loss:.3f} ({note}), valid {valid_loss:.3f}, {seconds:.0f} s"
+        bar.write(text.format(**line), file=sys.stderr)
+    write_log(out, log)
 
 
 def format_scores(result):  # the scores of a test set in two lines
@@ -621,25 +529,29 @@ def format_scores(result):  # the scores of a test set in two lines
     return f"{text.format(**result)}\nBLEU by source length: {lengths}"
 
 
-def report(out, log, corpus, result, pairs, alphas):
+def report(out, log, result, pairs, alphas, gib):
     """Writes the result and the alignments of a finished run, and prints a summary."""
-    epochs = log[-1]["step"] / corpus.train.batches_per_epoch
-    speed = epochs * sum(map(len, corpus.train.tokens)) / log[-1]["seconds"]
-    write_log(out, [*log, dict(final=True, **result, tokens_per_second=speed)])
+    speed = log[-1]["tokens"] / log[-1]["seconds"]
+    result = dict(final=True, **result, tokens_per_second=speed, gpu_memory_gib=gib)
+    write_log(out, [*log, result])
     write_alignments(out / "align", pairs, alphas)
     print("", *map(" ".join, pairs[0]), "", heatmap(*pairs[0], alphas[0]), "", sep="\n")
-    print(f"{len(corpus.test):,} sentences: {format_scores(result)}")
-    memory = "{gpu_memory_gib:.2f} GiB of GPU memory, ".format(**result)
+    memory = f", {gib:.2f} GiB of GPU memory" if gib else ""
     total = f"{result['seconds']:.0f} s in total; all files are in {out}/"
-    print(f"{speed:,.0f} tokens/s, {memory if result['gpu_memory_gib'] else ''}{total}", flush=True)
+    print(format_scores(result), f"{speed:,.0f} tokens/s{memory}, {total}", sep="\n")
 
 
 # ---- 5. the built-in corpus, a grammar of English and French: not needed for your own text -------
 EXAMPLE = "the agreement on the european economic area was signed in august 1992 ."  # Bahdanau
-# "role kind ...: entry, entry; role ...". Adjective, determiner: English masculine feminine. Noun:
-# English[/plural] French gender. Verb (kind: its object): English[/past/participle], then the stem
-# of an -er verb or je/nous/vous/il/ils/participle/infinitive. Pronoun: English French person (0: je
-# to 4: ils) gender; object pronouns' kinds are the subject's person. Preposition: ... noun's kind.
+# "role kind kind ...: entry, entry; role ...". The fields of an entry, by role:
+#   noun (kind: what it denotes)    city/cities ville f    English[/plural] French gender
+#   before, quality, origin, field  red rouge rouge        adjective: English masculine feminine
+#   the, a                          my mon ma              determiner, like an adjective
+#   verb (kind: its object)         keep/kept/kept gard    English[/past/participle], then the stem
+#     of an -er verb, or je/nous/vous/il/ils/participle/infinitive, as in vois/voyons/.../vu/voir
+#   subject, object                 he il 3 m              pronoun: English French person gender;
+#     persons are 0: je, 1: nous, 2: vous, 3: il, 4: ils; an object's kinds are its subject's person
+#   where, about, agent             near près+de place     preposition: English French noun's kind
 LEXICON = """
 noun person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, king roi m
 noun person: queen reine f, friend ami m, child/children enfant m, nurse infirmière f
@@ -759,16 +671,16 @@ def contract(french):
     """Joins words as French does: le homme > l' homme, de le roi > du roi, ce ami > cet ami."""
     joined = []
     after = ""
-    for word, links in reversed(french):  # from the right, so that "de l' ami" keeps its l'
+    for word, positions in reversed(french):  # from the right, so that "de l' ami" keeps its l'
         if word == "dans" and f"{after} {joined[-2][0]}" in ("le marché", "l' école"):
             word = "à"  # au marché
         if word in ("de", "à") and f"{word} {after}" in JOINED:
             word = JOINED[f"{word} {after}"]
-            links += joined.pop()[1]
+            positions += joined.pop()[1]
             after = joined[-1][0]
         if word in BEFORE_VOWEL and after[0] in "aâeéèêiîoôuhœ":  # each h here is silent
             word = BEFORE_VOWEL[word]
-        joined.append((word, links))
+        joined.append((word, positions))
         after = word
     return joined[::-1]
 
@@ -810,7 +722,7 @@ class Grammar(random.Random):
             french += self.word(".", ".")
         french = contract(french)
         english = re.sub(r"\ba (?=[ai]|e(?!u))", "an ", " ".join(self.english)).split()
-        gold = {(i, j) for j, (_, links) in enumerate(french) for i in links}
+        gold = {(i, j) for j, (_, positions) in enumerate(french) for i in positions}
         return english, [word for word, _ in french], gold
 
     def clause(self, keep):  # a subject and what it does
@@ -895,43 +807,46 @@ class Grammar(random.Random):
 
     def verb(self, kind, subject, room, gap):
         """The verb with auxiliary, adverb and pronoun; its participle agrees with `leader`."""
+        state = kind in ("quality", "passive")  # then the subject decides which words fit
         role = "quality" if kind == "quality" else "verb"
-        state = kind in ("quality", "passive")
         word = self.pick(f"{role} {subject.kind if state else kind}")
         tense = self.pick("tense short" if state or room < 4 else "tense long")
         if tense == "present" and word.base == "hit":
             tense = "past"  # because "i hit her" could be either
-        adverb, middle = self.pick("adverb") if room >= 5 and self.random() < 0.3 else ("", "")
-        self.over = tense == "past" and kind != "quality" and adverb in ("", "not")
+        adverb, pas = self.pick("adverb") if room >= 5 and self.random() < 0.3 else ("", "")
+        self.completed = tense == "past" and kind != "quality" and adverb in ("", "not")
         auxiliary, english, finite, rest = forms(word, kind, subject.person, tense, adverb == "not")
-        cannot = auxiliary + adverb == "cannot"
-        auxiliary_at = self.say("cannot" if cannot else auxiliary) if auxiliary else None
-        adverb_at = self.say(adverb) if adverb and not cannot else auxiliary_at
+        # English, from left to right: does, not, very, see
+        if auxiliary + adverb == "cannot":
+            auxiliary_at = adverb_at = self.say("cannot")
+        else:
+            auxiliary_at = self.say(auxiliary) if auxiliary else None
+            adverb_at = self.say(adverb) if adverb else None
         very = kind == "quality" and room >= 3 and self.random() < 0.5
         degree = self.word(*self.pick("degree")) if very else []
         verb_at = self.say(english)
-        finite_at = verb_at if auxiliary in ("", "do", "does") else auxiliary_at
-        pronoun = []
-        leader = subject if state or kind == "être" else gap
-        if kind == "pronoun":
-            leader = self.someone(f"object {subject.person}")
-            pronoun = leader.french
+        # French: ne, la, a, pas, été, très, vue
+        finite = finite, verb_at if auxiliary in ("", "do", "does") else auxiliary_at
+        pronoun = self.someone(f"object {subject.person}") if kind == "pronoun" else None
+        leader = pronoun or (subject if state or kind == "être" else gap)
         if leader and rest == word.masculine:
             rest = inflect(word.masculine, word.feminine, leader.gender, leader.plural)
-        ne = [("ne", adverb_at)] if middle in ("pas", "jamais") else []
-        pas = [(middle, adverb_at)] if middle else []
-        been = [("été", finite_at)] if kind == "passive" and tense == "past" else []
+        before = [("ne", adverb_at)] if pas in ("pas", "jamais") else []
+        after = [(pas, adverb_at)] if pas else []
+        clitic = pronoun.french if pronoun else []
         last = [(rest, verb_at)] if rest else []
+        if kind == "passive" and tense == "past":
+            after.append(("été", finite[1]))
         if tense in ("can", "must"):  # je ne peux pas la voir
-            return [*ne, (finite, finite_at), *pas, *pronoun, *last]
-        return [*ne, *pronoun, (finite, finite_at), *pas, *been, *degree, *last]
+            return [*before, finite, *after, *clitic, *last]
+        return [*before, *clitic, finite, *after, *degree, *last]
 
     def tail(self, keep):  # a place, a date (only after completed actions, only once) or nothing
         if self.random() < 0.3 and self.room(keep) >= 3:
             return self.attach("where", keep)
-        if self.room(keep) < 3 or not self.over or self.random() < 0.6:
+        if self.room(keep) < 3 or not self.completed or self.random() < 0.6:
             return []
-        self.over = False
+        self.completed = False
         date = self.word("in", "en") + self.word(*self.pick("month"))
         return date + self.word(*self.pick("year"))
 
@@ -942,7 +857,7 @@ def toy(n, seed=0, max_len=30, split="train"):
     if split not in splits:
         raise ValueError(f"{split}: must be train, valid or test")
     if not 3 <= max_len <= 1000:
-        raise InputError(f"--max-len {max_len}: must be 3 to 1000")
+        raise InputError(f"--max-len {max_len}: the built-in corpus needs 3 to 1000")
     grammar = Grammar(f"{seed} {split}")
     pairs = []
     while len(pairs) < n:

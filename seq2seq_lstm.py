@@ -10,13 +10,13 @@ Sutskever, Vinyals, Le 2014, Sequence to Sequence Learning with Neural Networks,
     p(y_t | v, y_<t) = softmax(W h_t)          probability of a word
     p(y | x) = prod_t p(y_t | v, y_<t)         probability of a sentence                      (1)
 
-    python seq2seq_lstm.py                     built-in corpus: BLEU 42, 2 min on 2 cores
+    python seq2seq_lstm.py                     built-in corpus: BLEU 43, 2 min on 2 cores
     python seq2seq_lstm.py --medium --train train.en train.fr --valid valid.en valid.fr
 
 This model has no attention and therefore no alignment. The script draws gradient saliency instead:
     alpha_ij = |x_j . d log p(y_i) / d x_j|    x_j: source embedding; normalized over j
 Deviations from the paper
-- torch's fused LSTM. The paper's LSTM, from Graves, also has peephole connections.
+- The LSTM is torch's; the paper's, from Graves, also has peephole connections.
 - The decoder starts from <s> instead of <EOS>, and the reversed source begins with <EOS>, which
   the encoder of figure 1 reads last. This way, all four scripts use the same batches.
 - Single models only: the paper's 34.81 is an ensemble of five, its best single model has 30.59.
@@ -28,10 +28,12 @@ Deviations from the paper
 
 import copy
 import dataclasses
+import itertools
 import math
 import os
 import time
 import typing
+import warnings
 from pathlib import Path
 
 import torch
@@ -128,9 +130,9 @@ class Seq2Seq(nn.Module):
 
 
 def lstm_after_padding(lstm, x, padding):
-    """lstm(x) without its left padding (B,T); CUDA graphs cannot record packed sequences."""
-    W_ih, *others = lstm.all_weights[0]
-    closed = W_ih.new_zeros(len(W_ih), 8)  # weights of the padding flag; 8 keep W_ih aligned
+    """Runs lstm on x with left padding (B,T); its state stays zero until the first word."""
+    W_ih, *others = lstm.all_weights[0]  # not a packed sequence: CUDA graphs cannot record those
+    closed = W_ih.new_zeros(len(W_ih), 8)  # weights of the padding flag; 8 keep memory aligned
     closed[: lstm.hidden_size] = -1e4  # close the input gate: c = f * 0 + 0 * g = 0, so h = 0
     weights = [torch.cat([W_ih, closed], 1), *others]
     flat = torch.cat([w.flatten() for w in weights])  # contiguous, as cuDNN requires
@@ -138,7 +140,8 @@ def lstm_after_padding(lstm, x, padding):
     weights = [part.view_as(w) for part, w in zip(parts, weights)]
     x = torch.cat([x, padding.to(x.dtype).unsqueeze(-1).expand(-1, -1, 8)], -1)
     zero = x.new_zeros(1, len(x), lstm.hidden_size)
-    x, h, c = torch.lstm(x, (zero, zero), weights, True, 1, 0.0, lstm.training, False, True)
+    options = True, 1, 0.0, lstm.training, False, True  # bias, layers, ..., batch_first
+    x, h, c = torch.lstm(x, (zero, zero), weights, *options)
     return x, (h, c)
 
 
@@ -163,13 +166,13 @@ class Config:
     hidden: int = 192          # LSTM units per layer
     layers: int = 1            # LSTM layers of the encoder and of the decoder
     reverse: bool = True       # reverse the source, section 3.3
-    dropout: float = 0.0       # before each LSTM layer and the softmax; none in the paper
     init: float = 0.2          # initial weights are uniform between -init and init
     # training
     optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd in the paper
     lr: float = 0.01           # learning rate
     warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
     clip: float = 5.0          # maximum gradient norm (0: no clipping)
+    dropout: float = 0.0       # before each LSTM layer and the softmax; none in the paper
     smoothing: float = 0.1     # label smoothing; none in the paper
     loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
     batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
@@ -229,31 +232,35 @@ COMPILED = ()  # --compile compiles only the loss, because cuDNN already fuses t
 
 
 def make_train_step(model, cfg, optimizer=None):
-    """Returns step(src, tgt): trains on one batch, returns the (smoothed) loss per target token."""
+    """Returns step(src, tgt): trains on one batch, returns its loss per token, with smoothing."""
     optimizer = optimizer or make_optimizer(model, cfg)
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
+    net = bf16_copy(model)  # on CUDA; elsewhere net is the model itself
+    criterion = compile_parts(net) if on_gpu and cfg.compile else summed_loss
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # allocated once, because CUDA graphs add to these tensors
 
     def forward_backward(src, tgt, scale):
-        logits = model(src, tgt[:, :-1])
-        loss = summed_loss(logits, tgt[:, 1:], cfg.smoothing) * scale
+        bf16_copy(model)  # gives net the weights of the last update
+        net.train()
+        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
         loss.backward()
+        move_gradients(net, model)
         return loss.detach()
 
-    if on_gpu:  # the same computation in bf16, as a CUDA graph: see the end of the file
-        forward_backward = fast_forward_backward(model, cfg)
+    if on_gpu:  # the first call compiles, which cannot be recorded
+        forward_backward = graphed(forward_backward, device, eager_calls=int(cfg.compile))
 
     def step(src, tgt):
-        model.train()
         tokens = (tgt[:, 1:] != PAD).sum()
-        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # or sentences
+        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # of sentences
+        scale = (1 / count).to(device)
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per step, over all processes
-        for k in range(RANK, min(n, len(src)), WORLD_SIZE):
-            micro_batch = src[k::n], tgt[k::n], 1 / count  # every process has the whole batch
-            loss += forward_backward(*(x.to(device, non_blocking=on_gpu) for x in micro_batch))
+        for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # every process has the whole batch
+            micro_batch = (x[k::n].to(device, non_blocking=on_gpu) for x in (src, tgt))
+            loss += forward_backward(*micro_batch, scale)
         if WORLD_SIZE > 1:
             for tensor in [loss, *(p.grad for p in model.parameters())]:
                 dist.all_reduce(tensor)  # a sum: scale already divides by the whole batch
@@ -276,9 +283,43 @@ def summed_loss(logits, y, smoothing=0.0):
     return F.cross_entropy(logits, y.flatten(), **options)
 
 
+def greedy(model, src, max_len):
+    """Greedy decoding: the most probable token at each step, except PAD, which is token 0."""
+    return decode(model, src, max_len, lambda logits, _: (logits[:, 1:].argmax(-1) + 1, None))
+
+
+def beam(model, src, max_len, K, penalty=0.0):
+    """Beam search; finished hypotheses are ranked by log p / ((5 + |y|) / 6)^penalty, Wu 2016."""
+    if K == 1:
+        return greedy(model, src, max_len)
+    B = len(src)
+    score = torch.full((B, K), -torch.inf, device=src.device)  # log p of each hypothesis
+    score[:, 0] = 0  # all K start out equal, so only the first one is extended
+    first_row = K * torch.arange(B, device=src.device).unsqueeze(1)
+
+    def choose(logits, ended):
+        log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
+        logits[:, PAD] = -torch.inf  # never predict padding
+        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no others can be best
+        total = score.view(-1, 1) + log_p.gather(1, tokens)
+        total.masked_fill_(ended.unsqueeze(1), -torch.inf)
+        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # never displaced
+        best, index = total.view(B, -1).topk(K)  # (B,K)
+        rows = first_row + index // tokens.size(1)
+        score.copy_(torch.where(best.isposinf(), score.flatten()[rows], best))  # PAD costs nothing
+        return tokens.view(B, -1).gather(1, index).flatten(), rows.flatten()
+
+    limit = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
+    out = decode(model, src.repeat_interleave(K, 0), limit, choose).unflatten(0, (B, K))  # (B,K,T)
+    rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
+    finished = (out == EOS).any(-1) & score.isfinite()
+    excluded = finished.any(1, keepdim=True) & ~finished  # unfinished, unless all of them are
+    return out[torch.arange(B), rank.masked_fill(excluded, -torch.inf).argmax(1)]
+
+
 @torch.inference_mode()
-def greedy(model, src, max_len, choose=None):
-    """Greedy decoding: tokens (B,T) with EOS, then PAD. In beam search, choose replaces argmax."""
+def decode(model, src, max_len, choose):
+    """Tokens (B,T), PAD after EOS. choose(logits, ended): next tokens, and rows they continue."""
     net = bf16_copy(model).eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one int, or one per row
     memory = net.encode(src)
@@ -290,14 +331,12 @@ def greedy(model, src, max_len, choose=None):
 
     def advance():  # updates its tensors in place, so that a CUDA graph can repeat it
         logits, new_state = net.step(y, state, memory)
-        if choose is None:
-            logits[:, PAD] = -torch.inf  # never predict padding
-            tokens = logits.argmax(-1).masked_fill(ended, PAD)
-        else:
-            tokens, rows = choose(logits, ended)
-            new_state = net.reorder(new_state, rows)  # memory: equal for all rows of a sentence
+        tokens, rows = choose(logits, ended)
+        if rows is not None:  # memory is not reordered: it is the same for all rows of a sentence
+            new_state = net.reorder(new_state, rows)
             out.copy_(out[rows])
-        y.copy_(tokens)
+            ended.copy_(ended[rows])
+        y.copy_(tokens.masked_fill(ended, PAD))
         out.index_copy_(1, t, y.unsqueeze(1))
         t.add_(1)
         ended.copy_((y == EOS) | (y == PAD) | (t >= limit))
@@ -307,41 +346,10 @@ def greedy(model, src, max_len, choose=None):
     if src.is_cuda:
         advance = graphed(advance, src.device)  # recorded at the first call, then replayed
     for i in range(out.size(1)):
-        if i % 8 == 0 and ended.all():  # not every step, because .all() waits for the GPU
+        if i % 8 == 0 and ended.all():  # every 8 steps, because .all() waits for the GPU
             break
         advance()
     return out[:, : int((out != PAD).sum(1).max())]
-
-
-def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search; finished hypotheses are ranked by log p / ((5 + |y|) / 6)^penalty, Wu 2016."""
-    if K == 1:
-        return greedy(model, src, max_len)
-    score = torch.full((len(src), K), -torch.inf, device=src.device)  # log p of each hypothesis
-    score[:, 0] = 0  # all K start out equal, so only the first one is extended
-    first_row = torch.arange(len(src), device=src.device).unsqueeze(1) * K
-
-    def choose(logits, ended):
-        log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
-        logits[:, PAD] = -torch.inf  # never predict padding
-        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # faster in bf16 than on log_p
-        total = score.view(-1, 1) + log_p.gather(1, tokens)  # (BK,K)
-        tokens.masked_fill_(ended.unsqueeze(1), PAD)
-        total.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        total[:, 0] = torch.where(ended, score.flatten(), total[:, 0])  # ended: PAD, at no cost
-        kept = ended & score.flatten().isfinite()  # finished hypotheses are never displaced
-        priority = total.clone()
-        priority[:, 0].masked_fill_(kept, torch.inf)
-        best = priority.view(len(src), -1).topk(K).indices + first_row * tokens.size(1)  # (B,K)
-        score.copy_(total.flatten()[best])
-        return tokens.flatten()[best.flatten()], best.flatten() // tokens.size(1)  # words, old rows
-
-    limit = torch.as_tensor(max_len, device=src.device).expand(len(src)).repeat_interleave(K)
-    out = greedy(model, src.repeat_interleave(K, 0), limit, choose).unflatten(0, (-1, K))  # (B,K,T)
-    rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
-    finished = (out == EOS).any(-1)  # a truncated hypothesis counts only if none is finished
-    rank.masked_fill_(finished.any(1, keepdim=True) & ~finished, -torch.inf)
-    return out[torch.arange(len(src)), rank.argmax(1)]
 
 
 @torch.no_grad()
@@ -352,17 +360,17 @@ def align(model, src, tgt):
 
 def make_batches(model, pairs, vocabularies, max_tokens=8192):
     """Yields batches (rows, src, tgt) that cover every pair once, similar lengths together."""
-    bitext = data.Bitext([data.to_sentences(pair[:2]) for pair in pairs], vocabularies)
+    bitext = data.Bitext(pairs, vocabularies)
     device = next(model.parameters()).device
     for rows in bitext.rows_by_length(max_tokens):
-        src, tgt = (torch.from_numpy(x).to(device) for x in bitext.batch(rows))
-        yield rows, src, tgt
+        yield rows, *(torch.from_numpy(x).to(device) for x in bitext.batch(rows))
 
 
 def translate(model, sentences, vocabularies):
     """Translates strings or lists of words into lists of words, with the search of model.cfg."""
     cfg = model.cfg
-    pairs = [(source, []) for source in data.to_sentences(sentences)]
+    assert not isinstance(sentences, str), "expected a list of sentences, not one string"
+    pairs = [(data.to_words(sentence), []) for sentence in sentences]
     max_tokens = 65536 if next(model.parameters()).is_cuda else 16384  # measured to be fastest
     for rows, src, _ in make_batches(model, pairs, vocabularies, max_tokens // cfg.beam):
         max_len = (src != PAD).sum(1) + 49  # the source words plus 50; src includes EOS
@@ -370,27 +378,30 @@ def translate(model, sentences, vocabularies):
         for row, ids in zip(rows, beam(model, src, max_len, cfg.beam, cfg.length_penalty).tolist()):
             pairs[row][1].extend(vocabularies[1].decode(ids))
     if cfg.replace_unk:
-        return data.replace_unknown(pairs, alignments(model, pairs, vocabularies))
+        alphas = alignments(model, pairs, vocabularies)
+        return [data.replace_unknown(*pair, alpha) for pair, alpha in zip(pairs, alphas)]
     return [target for _, target in pairs]
 
 
 def alignments(model, pairs, vocabularies):
     """One alpha per pair: a row per target word, a column per source word, EOS last in both."""
-    pairs = [data.to_sentences(pair[:2]) for pair in pairs]
-    alphas = [None] * len(pairs)
+    alphas = {}
     for rows, src, tgt in make_batches(model, pairs, vocabularies):
-        for row, alpha in zip(rows, align(model, src, tgt).float().cpu().numpy()):
-            alphas[row] = alpha[: len(pairs[row][1]) + 1, : len(pairs[row][0]) + 1]
-    return alphas
+        S, T = ((x != PAD).sum(1).tolist() for x in (src, tgt[:, 1:]))
+        for k, alpha in enumerate(align(model, src, tgt).float().cpu().numpy()):
+            alphas[rows[k]] = alpha[: T[k], : S[k]]
+    return [alphas[row] for row in sorted(alphas)]
 
 
 @torch.no_grad()
 def mean_loss(model, pairs, vocabularies):
     """Cross-entropy per target token, EOS included, without label smoothing."""
     net = bf16_copy(model).eval()
-    batches = make_batches(model, pairs, vocabularies)
-    loss = sum(summed_loss(net(src, tgt[:, :-1]), tgt[:, 1:]).item() for _, src, tgt in batches)
-    return loss / sum(len(data.to_words(pair[1])) + 1 for pair in pairs)
+    loss = tokens = 0
+    for _, src, tgt in make_batches(model, pairs, vocabularies):
+        loss += summed_loss(net(src, tgt[:, :-1]), tgt[:, 1:]).item()
+        tokens += (tgt[:, 1:] != PAD).sum().item()
+    return loss / tokens
 
 
 def evaluate(model, pairs, vocabularies):
@@ -403,92 +414,99 @@ def evaluate(model, pairs, vocabularies):
 
 def load(path, device="cpu", **flags):
     """(model, vocabularies) of a run folder or a checkpoint file; flags override its Config."""
-    path = Path(path, "model.pt") if Path(path).is_dir() else path
+    path = Path(path, "model.pt") if Path(path).is_dir() else Path(path)
     with data.checkpoint_errors(path):
         saved = torch.load(path, map_location=device, weights_only=True)
-        model = Model(Config(**data.override_config(saved["config"], flags))).to(device)
-        model.load_state_dict(saved.get("model") or data.average(saved["snapshots"]))
-        return model.eval(), [data.Vocabulary(words) for words in saved["words"]]
+        model = Model(data.saved_config(path, saved, Config, flags)).to(device)
+        model.load_state_dict(saved.get("model") or saved["snapshots"][-1])
+        return model.eval(), [data.Vocabulary(words) for words in saved["vocabularies"]]
 
 
-def fit(model, corpus, out, saved):
-    """Trains up to --steps. Writes model.pt (the best, or --average) and last.pt (to resume)."""
+def start_run(args, flags, device):
+    """Corpus, model, optimizer, log and snapshots of a new run or, with --resume, a saved one."""
+    saved = dict(log=[], snapshots=[])
+    if args.resume:
+        saved = torch.load(args.out / "last.pt", map_location=device, weights_only=True)
+    cfg = data.saved_config(args.out, saved, Config, flags) if args.resume else Config(**flags)
+    corpus = data.Corpus(cfg, args.train, args.valid, saved)
+    torch.manual_seed(cfg.seed)
+    model = Model(dataclasses.replace(cfg, **corpus.sizes)).to(device)
+    optimizer = make_optimizer(model, cfg)
+    if saved["snapshots"]:  # none if the run was stopped before its first validation
+        model.load_state_dict(saved["snapshots"][-1])
+        optimizer.load_state_dict(saved["optimizer"])
+    return corpus, model, optimizer, saved["log"], saved["snapshots"]
+
+
+def train(out, corpus, model, optimizer, log, snapshots):
+    """Trains until --steps. Writes model.pt (best weights or --average) and last.pt (to resume)."""
     cfg = model.cfg
-
-    def save(name, **content):
-        data.write(out / name, dict(config=vars(cfg), **corpus.about, **content), torch.save)
-
-    with data.checkpoint_errors(out / "last.pt"):
-        step, log, snapshots = saved["step"], saved["log"], saved["snapshots"]
-        if step == 0:  # so that --resume works before the first validation
-            save("last.pt", step=0, log=[], snapshots=[])
-        optimizer = make_optimizer(model, cfg)
-        if snapshots:
-            model.load_state_dict(snapshots[-1])
-            optimizer.load_state_dict(saved["optimizer"])
+    about = dict(corpus.about, config=vars(cfg), script=Path(__file__).stem)
+    if not log:  # so that --resume works before the first validation
+        data.write(out / "last.pt", dict(about, log=[], snapshots=[]), torch.save)
     train_step = make_train_step(model, cfg, optimizer)
-    start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
+    last = log[-1] if log else dict(step=0, tokens=0, seconds=0)
+    step, tokens = last["step"], last["tokens"]
+    start = time.perf_counter() - last["seconds"]
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)
-    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=RANK > 0 or None)
-    for step, batch in zip(bar, batches):  # disable=None: no bar unless stderr is a terminal
-        torch.manual_seed(hash((cfg.seed, RANK, step)))  # so that resuming needs no random state
+    hidden = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
+    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=hidden)
+    for step, batch in zip(bar, batches):
+        torch.manual_seed(hash((cfg.seed, RANK, step)))  # so checkpoints need no random state
         loss = train_step(*map(torch.from_numpy, batch))
+        tokens += sum(int((side != PAD).sum()) for side in batch)
         if step % cfg.eval_every and step < cfg.steps:
             continue
         with torch.compiler.set_stance("force_eager"):  # too short to be worth compiling
             valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
-        is_best = valid_loss < corpus.best_loss(log)
-        seconds = time.perf_counter() - start
-        log.append(dict(step=step, loss=loss.item(), valid_loss=valid_loss, seconds=seconds))
-        data.log_validation(bar, log[-1], corpus.valid_set)
+        line = dict(step=step, loss=loss.item(), valid_loss=valid_loss, tokens=tokens)
+        log = [*log, dict(line, seconds=time.perf_counter() - start)]
+        data.log_validation(bar, out, log, cfg.smoothing)
         snapshots = [*snapshots, copy.deepcopy(model.state_dict())][-cfg.average :]
-        if is_best or cfg.average > 1:
-            save("model.pt", model=data.average(snapshots))
-        save("last.pt", step=step, log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
-        data.write_log(out, log)
+        if cfg.average > 1 or valid_loss == min(line["valid_loss"] for line in log):
+            mean = {key: sum(s[key] for s in snapshots) / len(snapshots) for key in snapshots[0]}
+            data.write(out / "model.pt", dict(about, model=mean), torch.save)
+        checkpoint = dict(about, log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
+        data.write(out / "last.pt", checkpoint, torch.save)
     return log
 
 
-def train(args, device):
+def train_command(args, flags, device):
     """Trains a new run or resumes one, then scores the model and draws alignments."""
     start = time.perf_counter()
-    files = args.train, args.valid
-    saved = dict(config=args.config, files=files, words=None, step=0, log=[], snapshots=[])
     with data.checkpoint_errors(args.out / "last.pt"):
-        if args.resume:
-            saved = torch.load(args.out / "last.pt", map_location=device, weights_only=True)
-            saved["config"] = data.override_config(saved["config"], args.config)
-            files = files if args.train else saved["files"]
-        cfg, words = Config(**saved["config"]), saved["words"]
-    corpus = data.Corpus(cfg, *files, words)
-    torch.manual_seed(cfg.seed)
-    model = Model(dataclasses.replace(cfg, **corpus.sizes)).to(device)
+        corpus, model, optimizer, log, snapshots = start_run(args, flags, device)
+    start -= log[-1]["seconds"] if log else 0  # of the runs before --resume
     if RANK == 0:
         args.out.mkdir(parents=True, exist_ok=args.resume)
         print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
-    log = fit(model, corpus, args.out, saved)
+    log = train(args.out, corpus, model, optimizer, log, snapshots)
+    del optimizer, snapshots  # frees GPU memory
     if RANK == 0:
-        model, vocabularies = load(args.out, device, **args.config)
+        model, vocabularies = load(args.out, device, **flags)
         result = evaluate(model, corpus.test, vocabularies)
         pairs = list(zip(corpus.examples, translate(model, corpus.examples, vocabularies)))
         alphas = alignments(model, pairs, vocabularies)
-        gib = torch.cuda.max_memory_reserved() / 2**30
-        result |= dict(seconds=time.perf_counter() - start, seed=cfg.seed, gpu_memory_gib=gib)
-        data.report(args.out, log, corpus, result, pairs, alphas)
+        result |= dict(seed=model.cfg.seed, seconds=time.perf_counter() - start)
+        data.report(args.out, log, result, pairs, alphas, torch.cuda.max_memory_reserved() / 2**30)
 
 
-def infer(args, device):
-    """--test prints scores; --translate and --align print one line per input line."""
-    model, vocabularies = load(args.out, device, **args.config)
+def inference_command(args, flags, device):
+    """--test prints scores; --align and --translate print one line per input line."""
+    model, vocabularies = load(args.out, device, **flags)
     if args.test:
         print(data.format_scores(evaluate(model, list(data.read_pairs(*args.test)), vocabularies)))
-        return
-    for pairs in data.read_requests(args.align, vocabularies[0]):
-        if args.translate:
-            sources = [source for source, _ in pairs]
-            pairs = list(zip(sources, translate(model, sources, vocabularies)))
-        aligned = pairs if args.align else pairs[: args.pictures]  # no other pair needs alpha
-        data.print_results(args, pairs, alignments(model, aligned, vocabularies))
+    elif args.align:
+        pairs = data.read_pairs(*args.align)
+        while chunk := list(itertools.islice(pairs, 4000)):
+            print(*map(data.pharaoh, alignments(model, chunk, vocabularies)), sep="\n")
+    else:
+        for sources in data.read_stdin(vocabularies[0]):
+            targets = translate(model, sources, vocabularies)
+            print(*map(" ".join, targets), sep="\n", flush=True)
+            if os.isatty(0):  # then sources has one sentence
+                (alpha,) = alignments(model, zip(sources, targets), vocabularies)
+                print(data.heatmap(sources[0], targets[0], alpha))
 
 
 def main(argv=None):
@@ -497,15 +515,16 @@ def main(argv=None):
     torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
     has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
     with data.one_line_errors():
-        args = data.parse_args(Config, __doc__, [name for name in has if has[name]], argv)
+        args, flags = data.parse_args(Config, __doc__, [name for name in has if has[name]], argv)
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if WORLD_SIZE > 1:
             dist.init_process_group()
-        (infer if args.inference else train)(args, torch.device(args.device))
+        command = inference_command if args.translate or args.align or args.test else train_command
+        command(args, flags, torch.device(args.device))
 
 
-# ---- speed: what follows changes no result, only the time it takes; skip it at first ----
+# ---- speed: what follows changes only rounding and the time it takes; skip it at first ----
 
 
 @torch.no_grad()
@@ -514,7 +533,7 @@ def bf16_copy(model):
     if not next(model.parameters()).is_cuda:
         return model
     if "bf16" not in model.__dict__:
-        with torch.inference_mode(False):  # so that net can be trained even if greedy made it
+        with torch.inference_mode(False):  # so that net can be trained even if decode made it
             net = copy.deepcopy(model).half()  # .bfloat16() would not flatten RNN weights for cuDNN
         for p in net.parameters():
             p.data = p.data.view(torch.bfloat16)  # meaningless values until the copy below
@@ -524,44 +543,31 @@ def bf16_copy(model):
     return model.bf16
 
 
-def fast_forward_backward(model, cfg):
-    """forward_backward of make_train_step in bf16, recorded as one CUDA graph per batch shape."""
-    net = bf16_copy(model)
-    criterion = compile_parts(net) if cfg.compile else summed_loss
-
-    def forward_backward(src, tgt, scale):
-        bf16_copy(model)  # refreshes net with the weights of the last update
-        net.train()
-        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
-        loss.backward()
+def move_gradients(net, model):
+    """Adds the bf16 gradients of net to the float32 gradients of the model it is a copy of."""
+    if net is not model:
         for p, q in zip(model.parameters(), net.parameters()):
-            p.grad.add_(q.grad)  # gradients are summed in float32
+            p.grad.add_(q.grad)
         net.zero_grad()
-        return loss.detach()
-
-    return graphed(forward_backward, next(model.parameters()).device, cfg.compile)
 
 
 def compile_parts(net):
     """Compiles the modules listed in COMPILED and the loss; returns the compiled loss."""
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # since torch 2.11
-        torch._inductor.config.triton.mix_order_reduction = False  # slow in LayerNorm's backward
-    torch.fx.experimental._config.use_duck_shape = False  # equal sizes need not stay equal
+    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # nothing a user can change
     for part in net.modules():
         if isinstance(part, COMPILED):
             part.compile(dynamic=True)  # one compilation for all shapes
     return torch.compile(summed_loss, dynamic=True)
 
 
-def graphed(function, device, compiles=False):
+def graphed(function, device, eager_calls=0):
     """Records the kernels that function launches, once per input shape, and replays them later."""
     graphs = {}  # input shapes -> graph, its input buffers, its output
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    calls = itertools.count()
 
     def call(*inputs):
-        nonlocal compiles
-        if compiles:  # the first call compiles, which cannot be recorded
-            compiles = False
+        if next(calls) < eager_calls:
             return function(*inputs)
         shapes = tuple(x.shape for x in inputs)
         if shapes not in graphs:

@@ -26,8 +26,10 @@ Deviations from the paper
 """
 
 import argparse
+import base64
 import dataclasses
 import json
+import struct
 import sys
 import typing
 import zlib
@@ -305,8 +307,28 @@ def to_tensors(scenes):
     return torch.from_numpy(np.stack([scene.image for scene in scenes])), tgt
 
 
+def picture(image, words, s):
+    """An SVG with the image once per word, darkened except where the model looked, s (T,L)."""
+    pixels = image.transpose(1, 2, 0)[::-1, :, ::-1].tobytes()  # a BMP file starts at the bottom
+    header = b"BM" + struct.pack("<3I", 54 + len(pixels), 0, 54)
+    header += struct.pack("<3I2H6I", 40, SIZE, SIZE, 1, 24, 0, 0, 0, 0, 0, 0)
+    url = "data:image/bmp;base64," + base64.b64encode(header + pixels).decode()
+    size = f'width="{SIZE}" height="{SIZE}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{110 * len(words)}" height="130">']
+    for k, (word, weights) in enumerate(zip(words, s)):
+        parts.append(
+            f'<g transform="translate({110 * k + 7},7) scale(2)"><image href="{url}" {size}/>'
+        )
+        for cell, weight in enumerate(weights / weights.max()):
+            x, y = 6 * (cell % GRID), 6 * (cell // GRID)
+            opacity = f"{0.7 * (1 - weight):.2f}"
+            parts.append(f'<rect x="{x}" y="{y}" width="6" height="6" opacity="{opacity}"/>')
+        parts.append(f'<text x="24" y="58" text-anchor="middle" font-size="8">{word}</text></g>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
 def main():
-    """The command line: trains, prints each validation and the result as a line of JSON."""
+    """The command line: trains, prints the scores as lines of JSON, then describes an image."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.splitlines()[0])
     data.add_flags(parser, Config, presets={})
     with data.one_line_errors():
@@ -316,7 +338,14 @@ def main():
     for step, (model, loss) in enumerate(train(cfg), 1):
         if step % cfg.eval_every == 0:
             print(json.dumps(dict(step=step, loss=loss, **evaluate(model, valid))), flush=True)
-    print(json.dumps(vars(cfg) | evaluate(model, make_scenes(1000, "test"))))
+    test = make_scenes(1000, "test")
+    print(json.dumps(vars(cfg) | evaluate(model, test)))
+    tokens, s = greedy(model, to_tensors(test[2:3])[0])
+    words = VOCABULARY.decode(tokens[0].tolist())
+    path = Path("runs", "show_attend_tell.svg")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(picture(test[2].image, words, s[0].numpy()), encoding="utf-8")
+    print(" ".join(words), f"(where it looked at each word: {path})", sep="\n")
 
 
 if __name__ == "__main__":

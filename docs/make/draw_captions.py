@@ -1,0 +1,146 @@
+"""Draws captions.svg: where show_attend_tell.py looks at each word, with soft and hard attention.
+
+python docs/make/draw_captions.py          draws the recording in docs/runs/captions.json
+python docs/make/draw_captions.py --film   first trains both models again, 8 minutes on two cores
+"""
+
+import base64
+import json
+import struct
+import sys
+import zlib
+
+import numpy as np
+from draw import BOLD, CENTERED, DOCS, as_text, as_weights, text, write_svg
+
+RECORDED = (1, 100, 200, 400, 600, 900, 1300, 1800, 2700, 3600)  # training steps
+STEPS = dict(soft=1800, hard=3600)  # hard attention learns more slowly
+CANDIDATES = 60  # validation scenes to choose from, enough for a wrong caption to be among them
+PANEL, LEFT = 66, 150  # pixels: side of a panel, x of the first panel
+OUTLINE = 'fill="none" stroke="#ffc400" stroke-width="1.3"'
+
+
+def film():
+    """Trains both models; records their captions and attention for four scenes."""
+    sys.path.insert(0, str(DOCS))
+    import show_attend_tell as script
+
+    scenes = script.make_scenes(CANDIDATES, "valid")
+    models = []
+    for attention, steps in STEPS.items():
+        cfg = script.Config(attention=attention, steps=steps)
+        frames = []
+        for step, (model, _) in enumerate(script.train(cfg), 1):
+            if step in RECORDED:
+                weights, captions = look(script, model, scenes)
+                frames.append([weights, captions])
+                print(attention, step, captions[1], flush=True)
+        recorded = [n for n in RECORDED if n <= steps]
+        models.append(dict(attention=attention, steps=recorded, frames=frames))
+    chosen = choose(script, scenes, [model["frames"][-1][1] for model in models])
+    for model in models:
+        model["frames"] = [
+            [[weights[k] for k in chosen], [captions[k] for k in chosen]]
+            for weights, captions in model["frames"]
+        ]
+    content = dict(
+        images=[png(scenes[k].image) for k in chosen],
+        references=[" ".join(scenes[k].words) for k in chosen],
+        owners=[scenes[k].owner for k in chosen],
+        outlines=[[outline(region) for region in scenes[k].regions] for k in chosen],
+        models=models,
+    )
+    (DOCS / "runs" / "captions.json").write_text(json.dumps(content) + "\n")
+
+
+def look(script, model, scenes):
+    """Per scene: the weights of the model's own caption, and the caption."""
+    tokens, s = script.greedy(model, script.to_tensors(scenes)[0])
+    captions = [script.VOCABULARY.decode(row) for row in tokens.tolist()]
+    weights = [as_text(rows[: len(words)].numpy()) for rows, words in zip(s, captions)]
+    return weights, [" ".join(words) for words in captions]
+
+
+def choose(script, scenes, captions):
+    """Two scenes with two objects and one with three that both models describe correctly, with
+    different colors and shapes, and the first scene that a model describes incorrectly."""
+    correct = [
+        all(caption == " ".join(scene.words) for caption in both)
+        for scene, both in zip(scenes, zip(*captions), strict=True)
+    ]
+    varied = {2: [], 3: []}
+    for k, scene in enumerate(scenes):
+        objects = len(scene.regions)
+        distinct = {*scene.words} & {*script.COLORS, *script.SHAPES}
+        if correct[k] and objects > 1 and len(distinct) == 2 * objects:
+            varied[objects].append(k)
+    return varied[2][:2] + varied[3][:1] + [correct.index(False)]
+
+
+def png(image):
+    """An RGB image (3,height,width) as a PNG data URL."""
+    pixels = b"".join(b"\0" + row.tobytes() for row in image.transpose(1, 2, 0))
+    _, height, width = image.shape
+    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
+    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(pixels, 9)), (b"IEND", b"")
+    file = b"\x89PNG\r\n\x1a\n"
+    for kind, content in chunks:
+        checksum = zlib.crc32(kind + content)
+        file += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+    return "data:image/png;base64," + base64.b64encode(file).decode()
+
+
+def outline(region):
+    """The border of a region as an SVG path, in pixels of the image."""
+    padded = np.pad(region, 1)
+    vertical = np.argwhere(padded[1:-1, 1:] != padded[1:-1, :-1])
+    horizontal = np.argwhere(padded[1:, 1:-1] != padded[:-1, 1:-1])
+    steps = [f"M{x} {y}v1" for y, x in vertical] + [f"M{x} {y}h1" for y, x in horizontal]
+    return "".join(steps)
+
+
+def light(weights):
+    """The attention as SVG: a dark layer, and white cells, the larger the weight the brighter."""
+    levels = np.round(8 * weights / weights.max()).astype(int)
+    paths = ['<path d="M0 0h48v48h-48z" opacity="0.5"/>']
+    for level in range(1, 9):
+        corners = [(6 * (i % 8), 6 * (i // 8)) for i in np.flatnonzero(levels == level)]
+        cells = "".join(f"M{x} {y}h6v6h-6z" for x, y in corners)
+        if cells:
+            paths.append(f'<path d="{cells}" fill="#fff" opacity="{0.85 * level / 8:.2f}"/>')
+    return "".join(paths)
+
+
+def draw_figure():
+    """captions.svg: the two scenes with two objects, after training."""
+    content = json.loads((DOCS / "runs" / "captions.json").read_text())
+    size = 'width="48" height="48" style="image-rendering:pixelated"'
+    parts = []
+    y = width = 0
+    for k in range(2):
+        parts.append(f'<defs><image id="scene{k}" href="{content["images"][k]}" {size}/></defs>')
+        parts.append(f'<use href="#scene{k}" transform="translate(4,{y + 44}) scale(2)"/>')
+        words = content["references"][k].split()
+        for i, word in enumerate(words):
+            parts.append(text(LEFT + (PANEL + 4) * i + PANEL / 2, y + 16, word, CENTERED))
+        for row, model in enumerate(content["models"]):
+            top = y + 24 + (PANEL + 6) * row
+            label = f'transform="rotate(-90)" {BOLD} {CENTERED}'
+            parts.append(text(-(top + PANEL / 2), LEFT - 10, model["attention"], label))
+            weights = as_weights(model["frames"][-1][0][k], 64)
+            for i, owner in enumerate(content["owners"][k]):
+                x, scale = LEFT + (PANEL + 4) * i, PANEL / 48
+                border = (
+                    f'<path d="{content["outlines"][k][owner]}" {OUTLINE}/>' if owner >= 0 else ""
+                )
+                panel = f'<use href="#scene{k}"/>{light(weights[i])}{border}'
+                parts.append(f'<g transform="translate({x},{top}) scale({scale})">{panel}</g>')
+        width = max(width, LEFT + (PANEL + 4) * len(words))
+        y += 2 * PANEL + 50
+    write_svg("captions.svg", width, y - 10, parts)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--film"]:
+        film()
+    draw_figure()

@@ -1,0 +1,221 @@
+"""Tests of docs/: links, generated pages, show_attend_tell.py and the sizes of the files.
+
+python -m pytest -q docs/make/test_docs.py
+"""
+
+import ast
+import html
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from itertools import chain, combinations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import sigmoid, tanh
+
+MAKE = Path(__file__).resolve().parent
+DOCS = MAKE.parent
+ROOT = DOCS.parent
+sys.path[:0] = map(str, (ROOT, DOCS, MAKE))
+
+import draw  # noqa: E402
+import show_attend_tell as captions  # noqa: E402
+
+import bahdanau  # noqa: E402
+from data import BOS, EOS  # noqa: E402
+
+torch.set_num_threads(1)  # the models are tiny
+torch.backends.mkldnn.set_flags(False)  # as in the scripts
+
+SCRIPTS = ["seq2seq_lstm", "bahdanau", "luong", "transformer"]
+MARKER = "# ---- the same in every script from here on ----"
+UPDATE_LINKS = "run: python docs/make/papers.py"
+UPDATE_PAGE = "run: python docs/make/draw.py"
+
+
+def assert_close(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-9, check_dtype=False)
+
+
+# ---- documents -----------------------------------------------------------------------------------
+def test_links_to_code():
+    """Links to code point at the right lines."""
+    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
+    pattern = r"\[`([^`]+)`\]\(([\w./]+\.py)#L(\d+)\)"
+    links = [(page, *link) for page in pages for link in re.findall(pattern, page.read_text())]
+    assert len(links) >= 100
+    for page, code, file, line in links:
+        lines = (page.parent / file).read_text().split("\n")
+        found = int(line) <= len(lines) and code in lines[int(line) - 1]
+        assert found, f"{page.name}: {file}, line {line} is not {code}; {UPDATE_LINKS}"
+
+
+def test_attention_page():
+    """attention.html is current, and in it the models with attention output the references."""
+    is_current = draw.page() == (DOCS / "attention.html").read_text()
+    assert is_current, f"attention.html is stale; {UPDATE_PAGE}"
+    film = json.loads((DOCS / "runs/film.json").read_text())
+    references = [target for _, target in film["pairs"]]
+    for model in film["models"][1:]:
+        message = f"{model['script']}: a wrong translation; {UPDATE_PAGE} --film"
+        assert model["frames"][-1][1] == references, message
+    for pair in film["twins"]["sentences"]:
+        assert pair["said"] == pair["target"], f"a wrong translation; {UPDATE_PAGE} --film"
+
+
+def test_papers_page():
+    """papers.html has the current code of every script and every equation of equations.md."""
+    page, text = ((DOCS / name).read_text() for name in ("papers.html", "equations.md"))
+    equations = re.findall(r"```math\n(.*?)\n```", text, re.S)
+    assert len(equations) > 70
+    found = re.findall(r'<math alttext="(.*?)" display="block">', page)
+    assert [html.unescape(latex) for latex in found] == equations, UPDATE_LINKS
+    linked = {f"{name}-L{line}" for name, line in re.findall(r"(\w+)\.py#L(\d+)\)", text)}
+    assert linked == set(re.findall(r'<span id="(\w+-L\d+)"', page)), UPDATE_LINKS
+    articles = re.findall(r'<article id="(\w+)"><header>(.*?)</article>', page, re.S)
+    assert [name for name, _ in articles] == [*SCRIPTS, "show_attend_tell"], UPDATE_LINKS
+    for name, article in articles:
+        code = "".join(re.findall(r'<pre class="code".*?</pre>', article, re.S))
+        code = html.unescape(re.sub("<.*?>", "", code))
+        (file,) = [*ROOT.glob(f"{name}.py"), *DOCS.glob(f"{name}.py")]
+        is_current = code.split() == file.read_text().split()  # papers.html has fewer empty lines
+        assert is_current, f"papers.html has other code than {file.name}; {UPDATE_LINKS}"
+
+
+def test_diff():
+    """The diff of two scripts in equations.md consists of their lines, without comments."""
+    text = (DOCS / "equations.md").read_text()
+    (excerpt,) = re.findall(r"```diff\n(.*?)\n```", text, re.S)
+    files = {"-": "bahdanau.py", "+": "luong.py"}
+    code = {
+        sign: [line.split("  #")[0] for line in (ROOT / file).read_text().split("\n")]
+        for sign, file in files.items()
+    }
+    for row in filter(None, excerpt.split("\n")):
+        message = f"{files[row[0]]} has no line {row[1:].strip()}; edit the diff in equations.md"
+        assert row[1:] in code[row[0]], message
+
+
+def test_sizes():
+    """The files keep to the sizes that we aim at, counted after `ruff format` at 100 columns."""
+    pytest.importorskip("ruff")
+    limits = dict(seq2seq_lstm=595, bahdanau=636, luong=674, transformer=651)
+    limits = {f"{name}.py": limit for name, limit in limits.items()}
+    limits |= {"data.py": 870, "test_all.py": 1050}
+    check = [sys.executable, "-m", "ruff", "format", "--check", *limits]
+    unformatted = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
+    assert unformatted.returncode == 0, f"{unformatted.stdout}run: ruff format"
+    limits |= {"README.md": 160, "docs/results.md": 200, "docs/speed.md": 95}
+    sizes = [
+        (file, len((ROOT / file).read_text().splitlines()), limit) for file, limit in limits.items()
+    ]
+    for name in SCRIPTS:
+        sizes += sizes_of_parts(name)
+    classes = dict(AdditiveAttention=32, LuongAttention=66, MultiHeadAttention=44)
+    for script, (name, limit) in zip(SCRIPTS[1:], classes.items()):
+        source = inspect.getsource(getattr(importlib.import_module(script), name))
+        sizes.append((name, len(source.splitlines()), limit))
+    too_long = [f"{name}: {n} lines, at most {limit}" for name, n, limit in sizes if n > limit]
+    assert not too_long, "\n".join(too_long)
+
+
+def sizes_of_parts(name):
+    """(part, its size, at most) for the top of a script, its shared part and the functions in it.
+
+    The size of the top is the line of the first class, which belongs to the model.
+    """
+    source = (ROOT / f"{name}.py").read_text()
+    lines = source.splitlines()
+    first = next(n for n, line in enumerate(lines, 1) if line.startswith("class "))
+    assert not lines[first - 1].startswith("class Config"), f"{name}.py: the model comes first"
+    marker = lines.index(MARKER) + 1
+    parts = [
+        (f"{name}.py up to its first class", first, 64),
+        (f"shared part of {name}.py", len(lines) - marker + 1, 364),
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.lineno > marker:
+            parts.append((f"{name}.{node.name}", node.end_lineno - node.lineno + 1, 45))
+    return parts
+
+
+# ---- show_attend_tell.py -------------------------------------------------------------------------
+def test_scenes():
+    """Splits share no caption; the pixels of an object have the color that its caption names."""
+    splits = [captions.make_scenes(200, split) for split in ("train", "valid", "test")]
+    descriptions = [{" ".join(scene.words) for scene in split} for split in splits]
+    assert not any(one & other for one, other in combinations(descriptions, 2))
+    names, colors = list(captions.COLORS), np.array(list(captions.COLORS.values()))
+    for scene in splits[0]:
+        assert not (scene.regions.sum(0) > 1).any()  # a pixel belongs to one object
+        for word, owner in zip(scene.words, scene.owner, strict=True):
+            assert (owner >= 0) == (word in (*names, *captions.SHAPES, "small", "large"))
+            if word in names and scene.regions[owner].sum() > 9:
+                color = scene.image[:, scene.regions[owner]].mean(1)
+                assert names[np.abs(colors - color).sum(1).argmin()] == word
+
+
+@pytest.mark.parametrize("attention", ["soft", "hard"])
+def test_captions_overfit(attention):
+    """A model memorizes three captions; its attention is the class of bahdanau.py, unchanged."""
+    cfg = captions.Config(attention=attention, scenes=3, batch=8, steps=60, warmup=10)
+    *_, (model, loss) = captions.train(cfg)
+    assert type(model.attention) is bahdanau.AdditiveAttention
+    scenes = captions.make_scenes(3, "train")
+    images, tgt = captions.to_tensors(scenes)
+    tokens, s = captions.greedy(model, images, max_len=tgt.size(1) - 1)
+    assert tokens.tolist() == tgt[:, 1:].tolist() and s.shape == (*tokens.shape, 64)
+    assert loss < 0.1 and captions.evaluate(model, scenes)["exact"] == 100
+
+
+def small_captioner(**flags):
+    """A random float64 model with given annotations (1,3,4) instead of a CNN, and a caption."""
+    torch.manual_seed(2)
+    model = captions.Captioner(captions.Config(features=4, emb=3, hidden=5, attn=6, **flags))
+    model.encoder = nn.Identity()
+    return model.double(), torch.randn(1, 3, 4).double(), torch.tensor([[BOS, 5, 7, EOS]])
+
+
+def test_soft_context():
+    """Weights, gated context and penalty of soft attention match plain loops."""
+    model, a, tgt = small_captioner(lambda_d=0.7)
+    h, f = torch.randn(1, 5).double(), model.attention
+    z, alpha, _ = model.attend(h, model.encode(a))
+    e = [f.v_a @ tanh(f.W_a.weight @ h[0] + f.U_a.weight @ a[0, i]) for i in range(3)]
+    want = [x.exp() / sum(y.exp() for y in e) for x in e]
+    beta = sigmoid(model.f_beta.weight @ h[0] + model.f_beta.bias)
+    assert_close(alpha[0], torch.stack(want))
+    assert_close(z[0], beta * sum(want[i] * a[0, i] for i in range(3)))
+    logits, alpha, s = model(a, F.pad(tgt[:, :-1], (0, 2)))  # padding is not counted
+    value, log_p = captions.objective(model.cfg, F.pad(tgt[:, 1:], (0, 2)), logits, alpha, s)
+    penalty = sum((1 - sum(alpha[0, t, i] for t in range(3))) ** 2 for i in range(3))
+    assert_close(value, log_p - 0.7 * penalty)
+
+
+def test_hard_estimator(monkeypatch):
+    """Weighted by their probabilities, the estimates of all paths sum to the exact gradient."""
+    model, a, tgt = small_captioner(attention="hard", lambda_r=1, lambda_e=0.3, expected=0)
+    parameters = [*model.parameters()]
+    estimate, objective, log_ps = [0] * len(parameters), 0, set()
+    locations = chain(*product(range(3), repeat=3))
+    monkeypatch.setattr(torch, "multinomial", lambda *_: torch.tensor([[next(locations)]]))
+    for _ in range(27):
+        logits, alpha, s = model.train()(a, tgt[:, :-1])
+        value, log_p = captions.objective(model.cfg, tgt[:, 1:], logits, alpha, s, b=-1.7)
+        log_ps.add(log_p.item())
+        p, H = (alpha * s).sum(-1).prod(), -(alpha * alpha.log()).sum()
+        objective = objective + p * log_p.sum() + 0.3 * p.item() * H  # eq. (10), and the entropy
+        grads = torch.autograd.grad(value.sum(), parameters, retain_graph=True, allow_unused=True)
+        estimate = [old if g is None else old + p.item() * g for old, g in zip(estimate, grads)]
+    exact = torch.autograd.grad(objective, parameters, allow_unused=True)
+    assert len(log_ps) == 27  # every path is different
+    for got, want in zip(estimate, exact, strict=True):
+        assert_close(torch.as_tensor(got), torch.zeros(()) if want is None else want)

@@ -1,0 +1,153 @@
+"""Trains and measures the model of the section "What does 'it' refer to?" in attention.html.
+
+"The animal did not cross the street because it was too tired ." and "... too dangerous ." differ in
+one word, but "it" is "il" in one French sentence and "elle" in the other. The built-in corpus has
+too few such sentences to learn this from, so this file adds 4,000. It is used by draw.py --film.
+"""
+
+import dataclasses
+import zlib
+
+import torch
+
+import data
+import transformer
+
+NOUNS = [("animal", "street"), ("cow", "park"), ("dog", "forest")]  # opposite genders in French
+ENGLISH = "the {} did not cross the {} because it was too {} ."
+FRENCH = """
+l' animal n' a pas traversé la rue parce qu' il était trop fatigué .
+l' animal n' a pas traversé la rue parce qu' elle était trop dangereuse .
+la vache n' a pas traversé le parc parce qu' elle était trop fatiguée .
+la vache n' a pas traversé le parc parce qu' il était trop dangereux .
+le chien n' a pas traversé la forêt parce qu' il était trop fatigué .
+le chien n' a pas traversé la forêt parce qu' elle était trop dangereuse .
+"""
+
+
+class BecauseGrammar(data.Grammar):
+    """Generates sentences such as "the big dog saw a park because it was very dark ."."""
+
+    def pick(self, key):
+        if key == "joint":
+            return ["because", "parce+que"]
+        if key == "subjects":
+            return "animal"
+        if key == "does animal":
+            return "quality" if "because" in self.english else "ground"
+        if key == "does ground":
+            return "quality"
+        return super().pick(key)
+
+
+def twin_pairs():
+    """The six test sentences and their reference translations, the two of a pair in a row."""
+    sources = [ENGLISH.format(*nouns, end) for nouns in NOUNS for end in ("tired", "dangerous")]
+    return list(zip(sources, FRENCH.strip().split("\n")))
+
+
+def is_held_out(source):
+    """Whether a sentence contains both nouns of a test sentence; training excludes these."""
+    return any(animal in source and ground in source for animal, ground in NOUNS)
+
+
+def because_it(n, max_len=30):
+    """n training pairs with "because it", of the lengths and from the split that data.toy uses."""
+    grammar = BecauseGrammar("0 because")
+    pairs = []
+    while len(pairs) < n:
+        source, target, _ = grammar.sentence(3 + int((max_len - 2) * grammar.random() ** 2))
+        line = " ".join(source)
+        in_train = zlib.crc32(line.encode()) % 10 < 8
+        if in_train and "because it" in line and len(source) <= max_len and not is_held_out(source):
+            pairs.append((source, target))
+    return pairs
+
+
+def train(out):
+    """Trains the default transformer.py, but for 6,000 steps and with the added sentences."""
+    torch.backends.mkldnn.set_flags(False)  # as in transformer.main
+    cfg = transformer.Config(steps=6000)
+    corpus = data.Corpus(cfg, train=None, valid=None, saved={})  # the built-in corpus
+    pairs = [pair[:2] for pair in data.toy(50000) if not is_held_out(pair[0])]
+    corpus.train = data.Bitext(pairs + because_it(4000), corpus.vocabularies)
+    torch.manual_seed(cfg.seed)
+    model = transformer.Model(dataclasses.replace(cfg, **corpus.sizes))
+    out.mkdir(parents=True)
+    print(corpus, flush=True)
+    optimizer = transformer.make_optimizer(model, cfg)
+    transformer.train(out, corpus, model, optimizer, log=[], snapshots=[])
+
+
+def translate(model, vocabularies, source, other=None, heads=()):
+    """The translation and the encoder's weights (layers,h,S,S).
+
+    In the given heads (layer, head), "it" uses the weights of another sentence, if one is given.
+    """
+    it = source.split().index("it")
+    weights = []
+
+    def attend(attention, inputs, _):  # replaces the output of an encoder layer's self-attention
+        x = inputs[0]
+        alpha = attention.forward(x, x, need_alpha=True)[1]  # (1,h,S,S)
+        for layer, head in heads:
+            if layer == len(weights):
+                alpha[0, head, it] = other[layer, head, it]
+        weights.append(alpha[0])
+        V = attention.keys(x).transpose(1, 3)[:, :, 1]  # (1,h,S,d_k)
+        return attention.W_O((alpha @ V).transpose(1, 2).flatten(2)), None
+
+    hooks = [layer.self_attention.register_forward_hook(attend) for layer in model.encoder]
+    (words,) = transformer.translate(model, [source], vocabularies)
+    for hook in hooks:
+        hook.remove()
+    return " ".join(words), torch.stack(weights)
+
+
+def moved(weights):
+    """(layers,h): how much weight of "it" moves from the animal to the place, 0 to 1, on average.
+
+    The weights are those of all test sentences, (6,layers,h,S,S).
+    """
+    words = ENGLISH.split()
+    it, animal, place = words.index("it"), 1, words.index("the", 1) + 1
+    tired, dangerous = weights[::2, ..., it, :], weights[1::2, ..., it, :]  # (3,layers,h,S)
+    leaves = tired[..., animal] - dangerous[..., animal]
+    arrives = dangerous[..., place] - tired[..., place]
+    return ((leaves + arrives) / 2).mean(0)
+
+
+def count_swaps(model, vocabularies, weights, heads):
+    """In how many test sentences "it" becomes the pronoun of the other sentence of the pair if, in
+    the given heads, it uses the weights of that other sentence."""
+    pairs = twin_pairs()
+    count = 0
+    for n, (source, _) in enumerate(pairs):
+        said, _ = translate(model, vocabularies, source, weights[n ^ 1], heads)
+        count += pronoun(said) == pronoun(pairs[n ^ 1][1])
+    return count
+
+
+def pronoun(french):  # the word after "parce qu'"
+    _, _, rest = french.partition("parce qu' ")
+    return rest.split(" ")[0]
+
+
+def record(out, as_text):
+    """What the page shows. Trains the model first unless the run folder `out` exists."""
+    if not out.exists():
+        train(out)
+    model, vocabularies = transformer.load(out)
+    sentences, weights = [], []
+    for source, target in twin_pairs():
+        said, alpha = translate(model, vocabularies, source)
+        weights.append(alpha)
+        layers = [[as_text(head.numpy()) for head in layer] for layer in alpha]
+        sentences.append(dict(source=source, target=target, said=said, layers=layers))
+    weights = torch.stack(weights)
+    shares = moved(weights)
+    order = shares.flatten().argsort(descending=True).tolist()
+    deciding = [divmod(k, model.cfg.heads) for k in order[:2]]  # the two heads that move most
+    swaps = [count_swaps(model, vocabularies, weights, deciding[:n]) for n in (1, 2)]
+    moves = [[round(share, 3) for share in layer] for layer in shares.tolist()]
+    return dict(sentences=sentences, moved=moves, deciding=deciding, swaps=swaps)

@@ -85,12 +85,12 @@ def pad(rows):
 
 
 def random_batch(seed):
-    """Return src and tgt of four pairs of 1 to 8 tokens, with more padding than necessary."""
+    """Return src and tgt of four pairs of 1 to 8 tokens; src has more padding than necessary."""
     r = random.Random(seed)
     lengths = (8, 1, r.randint(1, 8), r.randint(1, 8))
     sources = [r.sample(range(4, 13), n) + [EOS] for n in lengths]  # no repeats, for seq2seq()
     targets = [[BOS, *r.choices(range(4, 11), k=r.randint(1, 8)), EOS] for _ in lengths]
-    return F.pad(pad(sources), (0, 4)), F.pad(pad(targets), (0, 3))
+    return F.pad(pad(sources), (0, 4)), pad(targets)
 
 
 def assert_close(a, b, tolerance=1e-9):
@@ -259,7 +259,7 @@ def transformer(p, source, target, cfg):
 def test_equations(name):
     """log p, alpha and gradients of a padded batch match the naive loops; so does stepping."""
     seed = MODELS.index(name)
-    (module, model), (src, tgt) = build(name, seed), random_batch(seed)
+    (module, model), (src, tgt) = build(name, seed, dropout=0.5), random_batch(seed)
     references = dict(seq2seq_lstm=seq2seq, bahdanau=rnnsearch, luong=luong)
     reference = references.get(module.__name__, transformer)
     logits, alpha = model(src, tgt[:, :-1], need_alpha=True)
@@ -279,7 +279,7 @@ def test_equations(name):
     assert_close(dict(zip(p, grads)), dict(zip(p, wanted)))
     assert not alpha.masked_select((src == PAD).unsqueeze(1)).any()
     with torch.inference_mode():
-        assert_close(module.align(model, src, tgt), alpha)
+        assert_close(module.align(model.train(), src, tgt), alpha)  # without dropout
         memory = model.encode(src)
         state = model.init_state(memory)
         for t in range(tgt.size(1) - 1):
@@ -497,15 +497,15 @@ def naive_beam(model, src, limit, K, penalty):
     return ranked(model, src, finished or live, penalty)[0] if limit else []
 
 
-@scripts
+@pytest.mark.parametrize("name", [*SCRIPTS, LOCAL[1]])
 @pytest.mark.parametrize("seed", range(5))
 def test_beam(name, seed):
     """Beam search matches a naive one: greedy if K is 1, exhaustive if K exceeds all choices."""
-    module, model = build(name, seed, 0.5 + 0.2 * seed, tgt_vocab=5)
+    module, model = build(name, seed, 0.5 + 0.2 * seed, tgt_vocab=5, dropout=0.5)
     src = torch.tensor([[4, 5, 6, EOS], [7, EOS, PAD, PAD], [5, 8, EOS, PAD]])
     searches = [([9, 12, 1], 1, 0.0), ([6, 4, 5], 2, 0.6), ([5, 6, 0], 3, 0.0), ([8, 4, 8], 3, 5.0)]
     for limits, K, penalty in [*searches, ([3, 3, 3], 4**3, 2.0 * seed)]:
-        tokens = module.beam(model, src, limits, K, penalty)
+        tokens = module.beam(model.train(), src, limits, K, penalty)  # without dropout
         for row, source, limit in zip(tokens, src, limits):
             want = naive_beam(model, source[None, source != PAD], limit, K, penalty)
             assert row.tolist() == want + [PAD] * (len(row) - len(want))
@@ -514,7 +514,7 @@ def test_beam(name, seed):
 @pytest.mark.parametrize("K", [1, 2])
 def test_translate(K):
     """Strings and lists are translated in order, to at most n + 50 words; <unk> can be replaced."""
-    module, model = build("bahdanau", beam=K)
+    module, model = build("bahdanau", beam=K, length_penalty=5.0)
     words = [f"w{i}" for i in range(4, 13)]
     vocabularies = [data.Vocabulary(data.SPECIALS + words[:n]) for n in (9, 7)]
     lists = [words[:5], [], ["w9"], ["w5", "un\u00a0heard", "w4"]]
@@ -525,12 +525,15 @@ def test_translate(K):
         assert found == module.translate(model, lists, vocabularies)
         for words, got in zip(lists, found):
             src = torch.tensor([[vocabularies[0][word] for word in words] + [EOS]])
-            (row,) = module.beam(model, src, len(words) + 50 if words else 0, K)
+            (row,) = module.beam(model, src, len(words) + 50 if words else 0, K, 5.0)
             assert got == vocabularies[1].decode(row.tolist())
     assert [len(got) for got in found] == [55, 0, 51, 53]
     nn.init.constant_(model.W_o.bias[UNK].detach(), 1000)
     model.cfg.replace_unk = True
     (alpha,) = module.alignments(model, [(lists[0], ["<unk>"] * 55)], vocabularies)
+    src = torch.tensor([[vocabularies[0][word] for word in lists[0]] + [EOS]])
+    tgt = torch.tensor([[BOS, *[UNK] * 55, EOS]])
+    assert_close(torch.from_numpy(alpha), module.align(model, src, tgt)[0], 1e-6)
     want = [lists[0][i] for i in alpha[:-1, :-1].argmax(1)]
     assert module.translate(model, lists[:2], vocabularies) == [want, []]
     with pytest.raises(AssertionError, match="list of sentences"):
@@ -755,6 +758,7 @@ def test_train_translate_align(name, folder):
     assert [line["step"] for line in validations] == [4, 8]
     want = "step {step}, loss {loss:.3f} (last batch, with label smoothing), valid {valid_loss:.3f}"
     assert [x.rsplit(", ", 1)[0] for x in progress] == [want.format(**x) for x in validations]
+    assert min(line["valid_loss"] for line in validations) == pytest.approx(result["loss"])
     scores = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}\n".format(**result)
     assert "60 training pairs (3 skipped)" in stdout and scores in stdout
     soft = np.load("new/align.npz")
@@ -789,11 +793,8 @@ def test_saved_weights(folder, monkeypatch):
         run(*small(), "--eval-every", 2, "--average", average, "--out", average)
     snapshots = torch.load("4/last.pt")["snapshots"]
     mean = {key: sum(weights[key] for weights in snapshots[1:]) / 3 for key in snapshots[0]}
-    for path, want in (
-        ("1", snapshots[1]),
-        (Path("3/model.pt"), mean),
-        ("3/last.pt", snapshots[3]),
-    ):
+    wanted = {"1": snapshots[1], "3/model.pt": mean, "3/last.pt": snapshots[3]}
+    for path, want in wanted.items():
         model, _ = bahdanau.load(path, beam=3)
         assert (model.training, model.cfg.beam) == (False, 3)
         assert_close(model.state_dict(), want, 1e-6)

@@ -514,7 +514,7 @@ def test_beam(name, seed):
 @pytest.mark.parametrize("K", [1, 2])
 def test_translate(K):
     """Strings and lists are translated in order, to at most n + 50 words; <unk> can be replaced."""
-    module, model = build("bahdanau", beam=K, length_penalty=5.0)
+    module, model = build("bahdanau", beam=K, length_penalty=20.0)
     words = [f"w{i}" for i in range(4, 13)]
     vocabularies = [data.Vocabulary(data.SPECIALS + words[:n]) for n in (9, 7)]
     lists = [words[:5], [], ["w9"], ["w5", "un\u00a0heard", "w4"]]
@@ -525,7 +525,7 @@ def test_translate(K):
         assert found == module.translate(model, lists, vocabularies)
         for words, got in zip(lists, found):
             src = torch.tensor([[vocabularies[0][word] for word in words] + [EOS]])
-            (row,) = module.beam(model, src, len(words) + 50 if words else 0, K, 5.0)
+            (row,) = module.beam(model, src, len(words) + 50 if words else 0, K, 20.0)
             assert got == vocabularies[1].decode(row.tolist())
     assert [len(got) for got in found] == [55, 0, 51, 53]
     nn.init.constant_(model.W_o.bias[UNK].detach(), 1000)

@@ -67,8 +67,8 @@ class AdditiveAttention(nn.Module):
     def forward(self, query, source, mask=None, keys=None):
         """query (B,T,H), source (B,S,2H), mask bool (B,S) -> context (B,T,2H), alpha (B,T,S)."""
         s, h = query, source  # the paper's symbols
-        mask = h.new_zeros(1, 1, dtype=torch.bool) if mask is None else mask
-        assert mask.dtype == torch.bool and mask.ndim == 2, "mask: expected bool (B,S)"
+        mask = torch.zeros_like(h[..., 0], dtype=torch.bool) if mask is None else mask
+        assert mask.dtype == torch.bool and mask.shape == h.shape[:2], "mask is not bool (B,S)"
         mask = mask.unsqueeze(1)  # (B,1,S)
         keys = self.keys(h) if keys is None else keys  # (B,S,A)
         e = torch.tanh(self.W_a(s).unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a  # A.1.2   (B,T,S)

@@ -26,8 +26,7 @@ Deviations from the paper
 - Translations have 0 to n + 50 words for n source words. A finished hypothesis leaves the beam,
   which shrinks. The authors' code allows 0.5n to 1.5n words and always extends K hypotheses.
 - Single models only: the paper's 23.0 is an ensemble. --steps stands for 12 epochs (10 without
-  dropout). On CUDA, bf16 is used for speed.
-- Without --paper: smaller, Adam, label smoothing, global. The default trains in 2 minutes.
+  dropout). On CUDA, bf16 is used for speed. Without --paper: smaller, Adam, label smoothing, global.
 """
 
 import copy
@@ -99,7 +98,7 @@ class LuongAttention(nn.Module):
         """query (B,T,H) of decoder steps t, t + 1, ...; source (B,S,H), mask bool (B,S)."""
         h_t, h_bar = query, source  # the paper's symbols
         mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool) if mask is None else mask
-        assert mask.dtype == torch.bool and mask.ndim == 2, "mask: expected bool (B,S)"
+        assert mask.dtype == torch.bool and mask.shape == h_bar.shape[:2], "mask is not bool (B,S)"
         e = self.scores(h_t, self.keys(h_bar) if keys is None else keys)
         outside = mask.unsqueeze(1)  # (B,1,S)
         if self.attention != "global":

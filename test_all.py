@@ -23,6 +23,7 @@ import zlib
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import chain, count, islice, product
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree
 
 import numpy as np
@@ -418,8 +419,8 @@ def test_attention(attention):
         grads = [torch.autograd.grad(x, inputs, None, True, materialize_grads=True) for x in losses]
         for result, grad in zip(results, grads[1:]):
             assert_close([*result, *grad], [*want, *grads[0]])
-    for wrong in (right.double(), right[:, None, None]):
-        with pytest.raises(AssertionError, match="mask: expected bool"):
+    for wrong in (right.double(), right[:, None, None], right[:, 1:], torch.ones(S, S).bool()):
+        with pytest.raises(AssertionError, match="mask is not bool"):
             module(query, source, wrong, **keywords)
 
 
@@ -698,10 +699,7 @@ def small(name="bahdanau", text=TEXT):
 
 
 def main(name, *args):
-    with pytest.MonkeyPatch.context() as patch:
-        if "cuda" not in args:  # which a process forked from one that has used CUDA cannot use
-            patch.setattr(torch.cuda, "is_available", lambda: False)
-        script(name).main([*name.split()[1:], "--device", "cpu", *map(str, args)])
+    script(name).main([*name.split()[1:], "--device", "cpu", *map(str, args)])
 
 
 def run(*command, stdin=b"", allowed=(0,)):
@@ -828,8 +826,9 @@ FAULTS = {
 }
 
 
-def run_with_fault(fault, owner, function, number, *command):
-    """Run a command in a child process, with a fault at the number-th call of owner.function."""
+def faulty_main(fault, owner, function, number, *command):
+    """Run a command, with a fault at the number-th call of owner.function."""
+    owner = importlib.import_module(owner)
     calls, real = count(1), getattr(owner, function)
 
     def faulty(*args, **kwargs):
@@ -837,23 +836,28 @@ def run_with_fault(fault, owner, function, number, *command):
             FAULTS[fault](*args)
         return real(*args, **kwargs)
 
-    def child():
-        setattr(owner, function, faulty)
-        with open("stdout", "w") as sys.stdout, open("stderr", "w") as sys.stderr:
-            main(*command)
+    setattr(owner, function, faulty)
+    with open("stdout", "w") as sys.stdout, open("stderr", "w") as sys.stderr:
+        main(*command)
 
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
+
+def run_with_fault(*args):
+    """Run faulty_main in a new process; return its exit status and the lines on stderr."""
+    server = multiprocessing.get_context("forkserver")  # forks a process that has not used torch
+    server.set_forkserver_preload([__name__, "torch._dynamo"])  # both are slow to import
+    process = server.Process(target=faulty_main, args=args)
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(HERE)):
+        process.start()
     process.join()
     return process.exitcode, Path("stderr").read_text().splitlines()
 
 
 FAULTY_RUNS = [
-    ("interrupt", AVERAGED, bahdanau, "learning_rate", 2, 130, "interrupted.*--resume"),
-    ("nan weights", AVERAGED, bahdanau, "mean_loss", 2, 2, "step 8: loss is not finite"),
-    *(("full disk", AVERAGED, data, "write", n, 2, r"not written \(File too") for n in (2, 4, 9)),
-    *(("kill", AVERAGED, os, "replace", n, -9, "") for n in range(2, 12)),
-    *(("kill", name, script(name), "learning_rate", 6, -9, "") for name in SCRIPTS),
+    ("interrupt", AVERAGED, "bahdanau", "learning_rate", 2, 130, "interrupted.*--resume"),
+    ("nan weights", AVERAGED, "bahdanau", "mean_loss", 2, 2, "step 8: loss is not finite"),
+    *(("full disk", AVERAGED, "data", "write", n, 2, r"not written \(File too") for n in (2, 4, 9)),
+    *(("kill", AVERAGED, "os", "replace", n, -9, "") for n in range(2, 12)),
+    *(("kill", name, name, "learning_rate", 6, -9, "") for name in SCRIPTS),
 ]
 
 
@@ -865,7 +869,7 @@ def test_faults(fault, name, owner, function, number, status, message, folder):
     assert found == status and re.search(message, (lines or [""])[-1])
     for path in Path("new").glob("*.pt"):
         torch.load(path)
-    assert len(list(Path("new").glob("*.tmp"))) == (owner is os)  # written, but not yet renamed
+    assert len(list(Path("new").glob("*.tmp"))) == (owner == "os")  # written, but not yet renamed
     run(*command, "--resume")
     assert fingerprint("new") == fingerprint(f"runs/{name}")
 
@@ -903,10 +907,9 @@ def test_torchrun_matches_one_process(folder):
     """A run resumed with two processes ends like a run with one process, up to rounding."""
     command = [*small(), "--dropout", 0, "--batch-tokens", 40, "--out"]  # some batches: one pair
     run(*command, "one")
-    command.append("two")
-    assert run_with_fault("kill", bahdanau, "learning_rate", 6, *command)[0] == -9
+    assert run_with_fault("kill", "bahdanau", "learning_rate", 6, *command, "two")[0] == -9
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", HERE / "bahdanau.py"]
-    torchrun += [*map(str, command[1:]), "--accumulate", "2", "--resume", "--device", "cpu"]
+    torchrun += [*map(str, command[1:]), "two", "--accumulate", "2", "--resume", "--device", "cpu"]
     done = subprocess.run([sys.executable, *torchrun], capture_output=True, text=True, timeout=300)
     assert done.stdout.count("60 training pairs") == done.stderr.count("step 8") == 1, done.stderr
     for x, y in zip(read_log("one"), read_log("two"), strict=True):

@@ -14,8 +14,8 @@ Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762
 
     python transformer.py                      built-in corpus: BLEU 97, AER 0.07, 2 min on 2 cores
     python transformer.py --medium --train train.en train.fr --valid valid.en valid.fr
-The alignment is the cross-attention of the last layer, averaged over heads. On the built-in corpus
-that layer aligns best with 2 or 4 layers; with 6, the fifth does (--align-layer 5).
+The alignment is the cross-attention of the last layer, averaged over heads. With 4 layers the third
+aligns better on the built-in corpus (--align-layer 3).
 Deviations from the paper
 - Words instead of 37,000 byte-pair units, so that no other program is needed. Initialization, on
   which the paper is silent: embeddings N(0, 1/d_model), biases 0, Glorot otherwise, divided by
@@ -67,7 +67,6 @@ class MultiHeadAttention(nn.Module):
 
     @staticmethod
     def additive(mask, dtype):  # what to add to the scores (B,1,T,S), and which queries see a key
-        assert mask.dtype == torch.bool and mask.ndim < 4, "mask: expected bool (B,S) or (B,T,S)"
         mask = mask.unsqueeze(1) if mask.ndim == 3 else mask[:, None, None]
         seen = ~mask.all(-1, keepdim=True)  # if all keys are masked, adding -inf would give NaN
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask & seen, -torch.inf), seen
@@ -79,6 +78,9 @@ class MultiHeadAttention(nn.Module):
         K, V = keys.transpose(1, 3).unbind(2)  # (B,h,S,d_k)
         seen = None
         if mask is not None and not (mask.ndim == 4 and mask.is_floating_point()):  # see encode
+            B, T, S = len(Q), Q.size(2), K.size(2)
+            is_valid = mask.shape in ((B, S), (B, T, S), (1, T, S))
+            assert is_valid and mask.dtype == torch.bool, "mask is not bool (B,S) or (B,T,S)"
             mask, seen = self.additive(mask, Q.dtype)
         if need_alpha:
             e = Q @ K.mT / math.sqrt(Q.size(-1))  # (B,h,T,S)

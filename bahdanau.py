@@ -19,12 +19,12 @@ Deviations from the paper
 - The paper prints s_i = f(s_{i-1}, y_{i-1}, c_i), so that s_{i-1} has not read y_{i-1}. In the
   authors' code (GroundHog), f reads y_i: the state that attends and predicts has read the previous
   word. We follow the code. Our f first reads <s> and an empty context; GroundHog uses s_0 as it is.
-- The encoder is torch's fused GRU, which computes r o (U h) instead of U (r o h), because the
+- The encoder is torch's fused GRU, which computes r * (U h) instead of U (r * h), because the
   paper's cell is 1.6 times slower on a GPU. The decoder's cell is the paper's.
 - Batches hold pairs of similar length from the whole corpus, reshuffled every epoch; the paper
-  sorts 1,600 pairs at a time. On CUDA, bf16 is used for speed. Where the paper is silent: beam 10,
-  model.pt is the best on validation data, at most n + 50 words for n source words, no minimum
-  (GroundHog: n/2 to 3n words, and W_o factorized through 620 units).
+  sorts 1,600 pairs at a time. On CUDA, bf16 is used for speed. Where the paper is silent, we use
+  beam 10, the weights with the best validation loss, and 0 to n + 50 words for n source words.
+  GroundHog allows n/2 to 3n words, and factorizes W_o through 620 units.
 - Without --paper: smaller, Adam, label smoothing, dropout. The default trains in 2 minutes.
 """
 
@@ -59,7 +59,7 @@ class AdditiveAttention(nn.Module):
         super().__init__()
         self.W_a = nn.Linear(query, units, bias=False)
         self.U_a = nn.Linear(key, units, bias=False)
-        self.v_a = nn.Parameter(torch.randn(units) / math.sqrt(units))  # RNNsearch zeroes it
+        self.v_a = nn.Parameter(torch.randn(units) / math.sqrt(units))  # RNNsearch resets it to 0
 
     def keys(self, h):  # does not depend on the query, so it can be computed once per sentence
         return self.U_a(h)
@@ -68,12 +68,12 @@ class AdditiveAttention(nn.Module):
         """query (B,T,H), source (B,S,2H), mask bool (B,S) -> context (B,T,2H), alpha (B,T,S)."""
         s, h = query, source  # the paper's symbols
         mask = torch.zeros_like(h[..., 0], dtype=torch.bool) if mask is None else mask
-        assert mask.dtype == torch.bool and mask.shape == h.shape[:2], "mask is not bool (B,S)"
+        assert mask.dtype == torch.bool and mask.shape == h.shape[:2], "mask must be bool (B,S)"
         mask = mask.unsqueeze(1)  # (B,1,S)
         keys = self.keys(h) if keys is None else keys  # (B,S,A)
         e = torch.tanh(self.W_a(s).unsqueeze(2) + keys.unsqueeze(1)) @ self.v_a  # A.1.2   (B,T,S)
         alpha = e.masked_fill(mask, -torch.inf).softmax(-1)  # eq. (6)
-        alpha = alpha.masked_fill(mask, 0)  # not NaN if the whole source is masked
+        alpha = alpha.masked_fill(mask, 0)  # 0, not NaN, if the whole source is masked
         return alpha @ h, alpha  # eq. (5)
 
 
@@ -196,27 +196,27 @@ def reverse_words(x, src):
 class Config:
     # fmt: off
     # text
-    src_vocab: int = 30000     # source vocabulary size: the most frequent words, the rest is <unk>
+    src_vocab: int = 30000     # source vocabulary size; less frequent words become <unk>
     tgt_vocab: int = 30000     # target vocabulary size
     share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
     min_count: int = 1         # words that occur fewer than N times become <unk>
-    max_len: int = 0           # longest training sentence in words (0: 100; built-in corpus: 30)
+    max_len: int = 0           # skip longer sentences (0: 100 words, or 30 in the built-in corpus)
     # model
-    emb: int = 128             # m, embedding size
-    hidden: int = 128          # n, hidden units of the decoder and of each encoder direction
-    attn: int = 128            # n', hidden units of the alignment model
-    maxout: int = 64           # l, maxout units of the deep output
+    emb: int = 128             # embedding size (m in the paper)
+    hidden: int = 128          # units of the decoder and of each encoder direction (n in the paper)
+    attn: int = 128            # hidden units of the alignment model (n' in the paper)
+    maxout: int = 64           # maxout units of the deep output (l in the paper)
     init: float = 0.1          # standard deviation of initial weights (recurrent: orthogonal)
     init_attn: float = 0.15    # standard deviation of the initial W_a and U_a
     # training
-    optimizer: typing.Literal["adam", "adadelta"] = "adam"  # adadelta in the paper
+    optimizer: typing.Literal["adam", "adadelta"] = "adam"  # Adam, or Adadelta as in the paper
     lr: float = 0.009          # learning rate
     warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
     clip: float = 1.0          # maximum gradient norm (0: no clipping)
-    dropout: float = 0.2       # on embeddings and annotations; none in the paper
-    dropout_out: float = 0.0   # on the maxout layer; none in the paper
+    dropout: float = 0.2       # dropout rate of embeddings and annotations; none in the paper
+    dropout_out: float = 0.0   # dropout rate of the maxout layer; none in the paper
     smoothing: float = 0.1     # label smoothing; none in the paper
-    loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
+    loss_per: typing.Literal["token", "sentence"] = "token"  # unit over which the loss is averaged
     batch_tokens: int = 2048   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory
@@ -268,7 +268,7 @@ def learning_rate(cfg, step):
 
 
 Model = RNNsearch
-COMPILED = (AdditiveAttention, GatedUnit)  # what --compile compiles
+COMPILED = (AdditiveAttention, GatedUnit)  # what --compile compiles, besides the loss
 
 # ---- the same in every script from here on ----
 
@@ -291,12 +291,12 @@ def make_train_step(model, cfg, optimizer=None):
         move_gradients(net, model)
         return loss.detach()
 
-    if on_gpu:  # the first call compiles, which cannot be recorded
+    if on_gpu:  # with --compile, the first call compiles, which cannot be recorded
         forward_backward = graphed(forward_backward, device, eager_calls=int(cfg.compile))
 
     def step(src, tgt):
         tokens = (tgt[:, 1:] != PAD).sum()
-        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # of sentences
+        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # sentences
         scale = (1 / count).to(device)
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per step, over all processes
@@ -331,7 +331,7 @@ def greedy(model, src, max_len):
 
 
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search; finished hypotheses are ranked by log p / ((5 + |y|) / 6)^penalty, Wu 2016."""
+    """Beam search; ranks by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
         return greedy(model, src, max_len)
     B = len(src)
@@ -342,10 +342,10 @@ def beam(model, src, max_len, K, penalty=0.0):
     def choose(logits, ended):
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
-        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no others can be best
+        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no other word can win
         total = score.view(-1, 1) + log_p.gather(1, tokens)
         total.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # never displaced
+        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended ones stay
         best, index = total.view(B, -1).topk(K)  # (B,K)
         rows = first_row + index // tokens.size(1)
         score.copy_(torch.where(best.isposinf(), score.flatten()[rows], best))  # PAD costs nothing
@@ -355,13 +355,13 @@ def beam(model, src, max_len, K, penalty=0.0):
     out = decode(model, src.repeat_interleave(K, 0), limit, choose).unflatten(0, (B, K))  # (B,K,T)
     rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1) & score.isfinite()
-    excluded = finished.any(1, keepdim=True) & ~finished  # unfinished, unless all of them are
+    excluded = finished.any(1, keepdim=True) & ~finished  # the unfinished, if any has finished
     return out[torch.arange(B), rank.masked_fill(excluded, -torch.inf).argmax(1)]
 
 
 @torch.inference_mode()
 def decode(model, src, max_len, choose):
-    """Tokens (B,T), PAD after EOS. choose(logits, ended): next tokens, and rows they continue."""
+    """Tokens (B,T), PAD after EOS. choose(logits, ended) -> tokens, rows they extend or None."""
     net = bf16_copy(model).eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one int, or one per row
     memory = net.encode(src)
@@ -396,7 +396,7 @@ def decode(model, src, max_len, choose):
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """Attention weights (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
+    """alpha (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
@@ -409,7 +409,7 @@ def make_batches(model, pairs, vocabularies, max_tokens=8192):
 
 
 def translate(model, sentences, vocabularies):
-    """Translates strings or lists of words into lists of words, with the search of model.cfg."""
+    """Translates strings or lists of words into lists of words, with the beam of model.cfg."""
     cfg = model.cfg
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     pairs = [(data.to_words(sentence), []) for sentence in sentences]
@@ -491,15 +491,15 @@ def train(out, corpus, model, optimizer, log, snapshots):
     step, tokens = last["step"], last["tokens"]
     start = time.perf_counter() - last["seconds"]
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)
-    hidden = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
-    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=hidden)
+    no_bar = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
+    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=no_bar)
     for step, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, step)))  # so checkpoints need no random state
         loss = train_step(*map(torch.from_numpy, batch))
         tokens += sum(int((side != PAD).sum()) for side in batch)
         if step % cfg.eval_every and step < cfg.steps:
             continue
-        with torch.compiler.set_stance("force_eager"):  # too short to be worth compiling
+        with torch.compiler.set_stance("force_eager"):  # validation is too short to compile
             valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
         line = dict(step=step, loss=loss.item(), valid_loss=valid_loss, tokens=tokens)
         log = [*log, dict(line, seconds=time.perf_counter() - start)]
@@ -518,7 +518,7 @@ def train_command(args, flags, device):
     start = time.perf_counter()
     with data.checkpoint_errors(args.out / "last.pt"):
         corpus, model, optimizer, log, snapshots = start_run(args, flags, device)
-    start -= log[-1]["seconds"] if log else 0  # of the runs before --resume
+    start -= log[-1]["seconds"] if log else 0  # the time before --resume
     if RANK == 0:
         args.out.mkdir(parents=True, exist_ok=args.resume)
         print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")

@@ -6,7 +6,7 @@
 >>> source.words  # token id -> word, the most frequent words first
 ['<pad>', '<s>', '</s>', '<unk>', 'a', 'cat', 'i', 'see']
 >>> bitext = data.Bitext(pairs, (source, target))
->>> src, tgt = bitext.batch([0, 1])  # for training, endless: bitext.batches(...)
+>>> src, tgt = bitext.batch([0, 1])  # endless training batches: bitext.batches(...)
 >>> src  # (B,S): words, EOS, right padding
 array([[6, 7, 4, 5, 2],
        [4, 5, 2, 0, 0]])
@@ -41,7 +41,7 @@ import numpy as np
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
-RANK = int(os.environ.get("RANK", 0))  # number of this process; both are set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # index of this process; torchrun sets both variables
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 
 
@@ -51,7 +51,7 @@ class InputError(Exception):
 
 # ---- 1. the loader: reading, vocabularies, encoding, batching ----------------------------------
 def to_words(sentence):
-    """Splits a string (or UTF-8 bytes) at ASCII whitespace; returns a list of words unchanged."""
+    """Splits a string (or UTF-8 bytes) at ASCII whitespace; a list of words is left unchanged."""
     if isinstance(sentence, str):
         sentence = sentence.encode()  # bytes.split, unlike str.split, keeps no-break spaces
     if isinstance(sentence, bytes):
@@ -72,7 +72,7 @@ def read(path):
         raise InputError(f"{path}, line {number}: not UTF-8; convert the file to UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: cannot be read ({reason}); check the path") from None
+        raise InputError(f"{path}: cannot be read ({reason}); check the file") from None
 
 
 def read_pairs(source, target):
@@ -82,7 +82,8 @@ def read_pairs(source, target):
         if None in pair:
             short, long = (source, target) if pair[0] is None else (target, source)
             raise InputError(
-                f"{short}: has {number - 1:,} lines, {long} more; they must be parallel"
+                f"{short}: ends after line {number - 1:,}, but {long} does not; "
+                "line n of one file must be the translation of line n of the other"
             )
         yield pair
     if number == 0:
@@ -152,7 +153,7 @@ class Bitext:
         return sides
 
     def rows_by_length(self, max_tokens):
-        """Batches that cover every row once, longest first, small because outputs may be longer."""
+        """Batches that cover each row once, longest first; few rows: translations may be longer."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
         cuts = batch_boundaries(longest[order], max_tokens, max_tokens // 32)
@@ -184,7 +185,7 @@ def batch_boundaries(longest, max_tokens, max_sentences, rounded=False):
     cuts = [0]
     while cuts[-1] < len(longest):
         rows = int(max(min(max_tokens // (2 * longest[cuts[-1]]), max_sentences), 1))
-        if rounded:  # down to four significant bits, so that --accumulate splits large ones evenly
+        if rounded:  # to four significant bits, so that --accumulate splits large batches evenly
             rows -= rows % 2 ** max(rows.bit_length() - 4, 0)
         cuts.append(min(cuts[-1] + rows, len(longest)))
     return cuts
@@ -247,7 +248,7 @@ def heatmap(source, target, alpha):
     """alpha as text for a terminal: a column per source word, a row per target word."""
     source, target = ([word[:24] for word in to_words(x)[:60]] for x in (source, target))
     height, width = (max(map(len, words), default=0) for words in (source, target))
-    header = zip(*(word.rjust(height) for word in source))  # source words are written downwards
+    header = zip(*(word.rjust(height) for word in source))  # source words run top to bottom
     lines = [" " * (width + 1) + " ".join(row) for row in header]
     for word, row in zip(target, alpha):
         levels = np.searchsorted([0.05, 0.2, 0.4, 0.6, 0.8], row[: len(source)], "right")
@@ -277,7 +278,7 @@ def svg(source, target, alpha):
 
 
 def write_alignments(path, pairs, alphas):
-    """Writes path.npz: weights, path.txt: Pharaoh links of each pair, path.svg: the first pair."""
+    """Writes path.npz (weights), path.txt (links of each pair) and path.svg (the first pair)."""
     sources, targets = ([" ".join(pair[side]) for pair in pairs] for side in (0, 1))
     arrays = dict(source=sources, target=targets) | {f"alpha_{k}": a for k, a in enumerate(alphas)}
     write(f"{path}.npz", arrays, lambda arrays, file: np.savez_compressed(file, **arrays))
@@ -301,14 +302,15 @@ def parse_args(Config, description, devices, argv=None):
     modes.add_argument("--translate", action="store_true", help="translate stdin to stdout")
     modes.add_argument("--align", **files, help="print alignments in Pharaoh format (i-j)")
     modes.add_argument("--test", **files, help="print BLEU and perplexity")
-    parser.add_argument("--valid", **files, help="validation text; text files may be .gz")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"run folder [runs/{script}]")
+    parser.add_argument("--valid", **files, help="validation text for --train; files may be .gz")
+    out_help = f"run folder [the next or latest of runs/{script}, runs/{script}-2, ...]"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
     parser.add_argument("--resume", action="store_true", help="resume the run in --out")
     presets = parser.add_mutually_exclusive_group()
     const = dict(action="store_const", dest="preset")
     presets.add_argument("--medium", **const, const=Config.medium, help="for real text, on a GPU")
-    presets.add_argument("--paper", **const, const=Config.paper, help="as in the paper")
-    parser.add_argument("--device", choices=devices, default=devices[-1], help="[the last one]")
+    presets.add_argument("--paper", **const, const=Config.paper, help="the paper's settings")
+    parser.add_argument("--device", choices=devices, default=devices[-1], help=f"[{devices[-1]}]")
     add_flags(parser, Config, dict(medium=Config.medium(), paper=Config.paper()))
     args = parser.parse_args(argv)
     flags = {k: value for k, value in vars(args).items() if k in Config.__dataclass_fields__}
@@ -324,14 +326,14 @@ def parse_args(Config, description, devices, argv=None):
 
 
 def default_folder(script, existing):
-    """The first of runs/script, runs/script-2, ... that does not exist, or the last that does."""
+    """Of runs/script, runs/script-2, ... the last one that exists, or the first that does not."""
     folders = [Path("runs", f"{script}-{n}" if n > 1 else script) for n in range(1, 1000)]
     new = next(n for n, folder in enumerate(folders) if not folder.exists())
     return folders[max(new - 1, 0) if existing else new]
 
 
 def add_flags(parser, Config, presets):
-    """Adds a flag for every field of Config; its headings and comments become --help."""
+    """Adds a flag for every field of Config, whose headings and comments become --help."""
     group = parser
     lines = r"^    (?:# (\w+)$|(\w+): [^#\n]*(?:# (.*))?)"  # headings and fields
     for heading, name, comment in re.findall(lines, inspect.getsource(Config), re.M):
@@ -372,22 +374,19 @@ def check(config):
 
 
 def saved_config(path, saved, Config, flags):
-    """The Config of a checkpoint, with the flags that its weights allow to change."""
+    """The Config of a checkpoint, updated with flags; rejects those that do not fit its weights."""
     config = saved["config"]
     if saved["script"] != Path(inspect.getfile(Config)).stem:
         raise InputError(f"{path}: made by {saved['script']}.py; use that script")
     names = [field.name for field in dataclasses.fields(Config)]
     for name in names[: names.index("lr")]:  # text, model and optimizer are fixed; the rest is not
         value = flags.get(name, config[name])
-        unused = name in ("src_vocab", "tgt_vocab") and value > config[name]  # the text has fewer
+        unused = name in ("src_vocab", "tgt_vocab") and value > config[name]  # text has fewer words
         if value != config[name] and not unused:
             flag = f"--{name.replace('_', '-')} {config[name]}, not {value}"
             raise InputError(f"{path}: trained with {flag}; leave out the flag, or its preset")
         flags = flags | {name: config[name]}
-    cfg = Config(**config | flags)
-    if any(line["step"] >= cfg.steps for line in saved.get("log", [])):
-        warn(f"{path}: nothing left to train; raise --steps to train longer")
-    return cfg
+    return Config(**config | flags)
 
 
 class Corpus:
@@ -421,11 +420,13 @@ class Corpus:
             self.vocabularies = build_vocabularies(training_pairs(), *options)
         self.train = Bitext(training_pairs(), self.vocabularies)
         if len(self.train) == 0:
-            raise InputError(f"{train[0]}: no pair of 1 to {max_len} words a side; raise --max-len")
+            raise InputError(f"{train[0]}: no pair of 1 to {max_len} words; raise --max-len")
         valid_words = repr([pair[:2] for pair in self.valid]).encode()
         checksum = zlib.crc32(b"".join([*self.train.tokens, valid_words]))
         if checksum != saved.get("checksum", checksum):
-            raise InputError("--resume: this run was trained on other text; start a new run")
+            raise InputError("--resume: trained on different text; pass that, or start a new run")
+        if any(line["step"] >= cfg.steps for line in saved.get("log", [])):
+            warn("--resume: nothing left to train; raise --steps to train longer")
         words = [vocabulary.words for vocabulary in self.vocabularies]
         self.about = dict(files=(train, valid), vocabularies=words, checksum=checksum)
         self.sizes = dict(src_vocab=len(words[0]), tgt_vocab=len(words[1]))
@@ -434,11 +435,11 @@ class Corpus:
         unknown = max((side == UNK).sum() / (side > EOS).sum() for side in self.train.tokens)
         pairs = f"{len(self.train):,} training pairs ({self.skipped:,} skipped)"
         vocabularies = "vocabularies of {src_vocab:,} and {tgt_vocab:,} words".format(**self.sizes)
-        return f"{pairs}, {vocabularies}, at most {unknown:.1%} unknown"
+        return f"{pairs}, {vocabularies}, at most {unknown:.1%} of words unknown"
 
 
 def read_stdin(vocabulary):
-    """Yields lists of up to 4,000 sentences, in a terminal one; reports unknown words."""
+    """Yields lists of up to 4,000 sentences, or of one in a terminal; reports unknown words."""
     prompt = "> " if os.isatty(0) else ""
     print(prompt, end="", file=sys.stderr, flush=True)
     while lines := list(itertools.islice(sys.stdin.buffer, 1 if prompt else 4000)):
@@ -486,7 +487,7 @@ def checkpoint_errors(path):
         if name in ("InputError", "OutOfMemoryError") or not path.exists():
             raise
         reason = f"{name}: {error}".splitlines()[0]
-        raise InputError(f"{path}: damaged, or made by another version ({reason})") from None
+        raise InputError(f"{path}: damaged, or of another version ({reason}); retrain") from None
 
 
 @contextlib.contextmanager
@@ -550,7 +551,7 @@ EXAMPLE = "the agreement on the european economic area was signed in august 1992
 #   verb (kind: its object)         keep/kept/kept gard    English[/past/participle], then the stem
 #     of an -er verb, or je/nous/vous/il/ils/participle/infinitive, as in vois/voyons/.../vu/voir
 #   subject, object                 he il 3 m              pronoun: English French person gender;
-#     persons are 0: je, 1: nous, 2: vous, 3: il, 4: ils; an object's kinds are its subject's person
+#     persons are 0: je, 1: nous, 2: vous, 3: il, 4: ils; an object lists the subjects it can have
 #   where, about, agent             near près+de place     preposition: English French noun's kind
 LEXICON = """
 noun person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, king roi m
@@ -714,7 +715,7 @@ class Grammar(random.Random):
     def sentence(self, length):  # about `length` English words, their French, links {(i, j), ...}
         self.length = length
         self.english = []
-        keep = 1 if self.random() < 0.9 else 0  # for a full stop
+        keep = 1 if self.random() < 0.9 else 0  # for the period
         french = self.clause(keep)
         while self.room(keep) >= 4:
             french += self.word(*self.pick("joint")) + self.clause(keep)
@@ -812,7 +813,7 @@ class Grammar(random.Random):
         word = self.pick(f"{role} {subject.kind if state else kind}")
         tense = self.pick("tense short" if state or room < 4 else "tense long")
         if tense == "present" and word.base == "hit":
-            tense = "past"  # because "i hit her" could be either
+            tense = "past"  # because "i hit her" could be present or past
         adverb, pas = self.pick("adverb") if room >= 5 and self.random() < 0.3 else ("", "")
         self.completed = tense == "past" and kind != "quality" and adverb in ("", "not")
         auxiliary, english, finite, rest = forms(word, kind, subject.person, tense, adverb == "not")
@@ -852,7 +853,7 @@ class Grammar(random.Random):
 
 
 def toy(n, seed=0, max_len=30, split="train"):
-    """n triples (source, target, gold links) with 3 to max_len source words, mostly short."""
+    """The built-in corpus: n triples (source, target, gold links), 3 to max_len source words."""
     splits = ["train"] * 8 + ["valid", "test"]
     if split not in splits:
         raise ValueError(f"{split}: must be train, valid or test")

@@ -8,8 +8,8 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
     h_t = LSTM([y_{t-1} ; h~_{t-1}])           top decoder layer; h~ only with input feeding    3.3
     score(h_t, hbar_s) = h_t^T W_a hbar_s      general; dot: no W_a; concat: a tanh layer       3.1
     a_t(s) = softmax_s(score(h_t, hbar_s))     attention weights                                (7)
-    a_t = softmax(W_a h_t)                     location: by position, instead of a score        (8)
-    p_t = S sigmoid(v_p^T tanh(W_p h_t))       window: |s - p_t| <= D; p_t = t in local-m       (9)
+    a_t = softmax(W_a h_t)                     location: one row of W_a per source position     (8)
+    p_t = S sigmoid(v_p^T tanh(W_p h_t))       local-p (local-m: p_t = t); |s - p_t| <= D       (9)
     a_t(s) *= exp(-(s - p_t)^2 / (2 sigma^2))  local-p only, sigma = D/2                       (10)
     h~_t = tanh(W_c [c_t ; h_t])               with the context c_t = sum_s a_t(s) hbar_s       (5)
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                        (6)
@@ -17,16 +17,16 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
     python luong.py                            built-in corpus: BLEU 97, AER 0.04, 2 min on 2 cores
     python luong.py --medium --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 Deviations from the paper
-- s counts from 1 to S in reading order, EOS included; the authors' code leaves EOS out. p_t is not
-  rounded, so a local-p window covers 2D words, not 2D + 1. Location needs global attention.
+- s counts from 1 to S in sentence order, EOS included; the authors' code leaves EOS out. p_t is a
+  real number, so a local-p window covers 2D words, not 2D + 1. Location needs global attention.
 - The model's alpha is a_t scaled to sum to 1, for the predicted word y_t. The authors read a_t as
   the alignment of the input word y_{t-1}, except with the location score (footnote 14).
 - concat learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
   --replace-unk always copies the source word; the authors first try a dictionary.
 - Translations have 0 to n + 50 words for n source words. A finished hypothesis leaves the beam,
   which shrinks. The authors' code allows 0.5n to 1.5n words and always extends K hypotheses.
-- Single models only: the paper's 23.0 is an ensemble. --steps stands for 12 epochs (10 without
-  dropout). On CUDA, bf16 is used for speed. Without --paper: smaller, Adam, label smoothing, global.
+- Single models only: the paper's BLEU 23.0 is an ensemble's. --steps stands for 12 epochs (10
+  without dropout). bf16 on CUDA. Without --paper: smaller, Adam, label smoothing, global attention.
 """
 
 import copy
@@ -67,7 +67,7 @@ class LuongAttention(nn.Module):
             self.W_a = nn.Linear(2 * hidden, hidden, bias=False)
             self.v_a = nn.Linear(hidden, 1, bias=False)
         elif score == "location":
-            self.W_a = nn.Linear(hidden, positions, bias=False)  # later words get zero weight
+            self.W_a = nn.Linear(hidden, positions, bias=False)  # words beyond get zero weight
         if attention == "local-p":
             self.W_p = nn.Linear(hidden, hidden, bias=False)
             self.v_p = nn.Linear(hidden, 1, bias=False)
@@ -98,17 +98,17 @@ class LuongAttention(nn.Module):
         """query (B,T,H) of decoder steps t, t + 1, ...; source (B,S,H), mask bool (B,S)."""
         h_t, h_bar = query, source  # the paper's symbols
         mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool) if mask is None else mask
-        assert mask.dtype == torch.bool and mask.shape == h_bar.shape[:2], "mask is not bool (B,S)"
+        assert mask.dtype == torch.bool and mask.shape == h_bar.shape[:2], "mask must be bool (B,S)"
         e = self.scores(h_t, self.keys(h_bar) if keys is None else keys)
         outside = mask.unsqueeze(1)  # (B,1,S)
         if self.attention != "global":
-            S = (~mask).sum(1).float().view(-1, 1, 1)  # length of each source; right padding
+            S = (~mask).sum(1).float().view(-1, 1, 1)  # source lengths, assuming right padding
             s = torch.arange(1, mask.size(1) + 1, device=mask.device)
             p_t = self.center(h_t, S, t)
-            outside = outside | ((s - p_t).abs() > self.D)  # outside the window
+            outside = outside | ((s - p_t).abs() > self.D)
         a_t = e.masked_fill(outside, -torch.inf).softmax(-1)  # eq. (7)   (B,T,S)
-        a_t = a_t.masked_fill(outside, 0)  # not NaN if the whole source is masked
-        if self.attention == "local-p":  # in float32, and no longer summing to 1
+        a_t = a_t.masked_fill(outside, 0)  # 0, not NaN, if the whole source is masked
+        if self.attention == "local-p":  # float32 like p_t; the weights no longer sum to 1
             a_t = a_t * torch.exp(-((s - p_t) ** 2) / (2 * (self.D / 2) ** 2))  # eq. (10)
         return a_t.to(h_bar.dtype) @ h_bar, a_t  # (B,T,H), (B,T,S)
 
@@ -133,7 +133,7 @@ class LuongNMT(nn.Module):
             nn.init.uniform_(p, -cfg.init, cfg.init)  # section 4.1
 
     def encode(self, src):
-        x = self.E_x(src).flip(1)  # the source is reversed, 4.1; its padding is now on the left
+        x = self.E_x(src).flip(1)  # the source is reversed, 4.2; its padding is now on the left
         h_bar, (h, c) = self.encoder(x, padding=(src == PAD).flip(1))
         h_bar = h_bar.flip(1)  # back to the order of src   (B,S,H)
         return self.attention.keys(h_bar), h_bar, src == PAD, h, c  # h, c: (L,B,H)
@@ -153,7 +153,7 @@ class LuongNMT(nn.Module):
         h_tilde = torch.tanh(self.W_c(torch.cat([c_t, h_t], -1)))  # eq. (5)   (B,T,H)
         return h_tilde, a_t
 
-    def advance(self, y, state, memory):  # one decoder step, y (B,E)
+    def advance(self, y, state, memory):  # embedded y_{t-1} (B,E) -> next state, a_t (B,S)
         h, c, h_tilde, t = state
         x = torch.cat([y, h_tilde], -1) if self.cfg.input_feeding else y  # section 3.3
         final = []
@@ -211,7 +211,7 @@ class DeepLSTM(nn.Module):
 def lstm_after_padding(lstm, x, padding):
     """Runs lstm on x with left padding (B,T); its state stays zero until the first word."""
     W_ih, *others = lstm.all_weights[0]  # not a packed sequence: CUDA graphs cannot record those
-    closed = W_ih.new_zeros(len(W_ih), 8)  # weights of the padding flag; 8 keep memory aligned
+    closed = W_ih.new_zeros(len(W_ih), 8)  # weights of 8 equal padding flags (8: memory alignment)
     closed[: lstm.hidden_size] = -1e4  # close the input gate: c = f * 0 + 0 * g = 0, so h = 0
     weights = [torch.cat([W_ih, closed], 1), *others]
     flat = torch.cat([w.flatten() for w in weights])  # contiguous, as cuDNN requires
@@ -228,28 +228,28 @@ def lstm_after_padding(lstm, x, padding):
 class Config:
     # fmt: off
     # text
-    src_vocab: int = 30000     # source vocabulary size: the most frequent words, the rest is <unk>
+    src_vocab: int = 30000     # source vocabulary size; less frequent words become <unk>
     tgt_vocab: int = 30000     # target vocabulary size
     share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
     min_count: int = 1         # words that occur fewer than N times become <unk>
-    max_len: int = 0           # longest training sentence in words (0: 100; built-in corpus: 30)
+    max_len: int = 0           # skip longer sentences (0: 100 words, or 30 in the built-in corpus)
     # model
     emb: int = 128             # embedding size
     hidden: int = 128          # LSTM units per layer
     layers: int = 1            # LSTM layers of the encoder and of the decoder
-    score: typing.Literal["dot", "general", "concat", "location"] = "general"  # section 3.1
-    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # section 3.2
-    window: int = 10           # D, words on each side of p_t in local attention
+    score: typing.Literal["dot", "general", "concat", "location"] = "general"  # score function, 3.1
+    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # all words or a window
+    window: int = 10           # words on each side of p_t in local attention (D in the paper)
     input_feeding: bool = False  # feed h~_{t-1} into the next decoder step, section 3.3
-    init: float = 0.15         # initial weights are uniform between -init and init
+    init: float = 0.15         # initial weights are uniform between -X and X
     # training
-    optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd in the paper
+    optimizer: typing.Literal["adam", "sgd"] = "adam"  # Adam, or plain SGD as in the paper
     lr: float = 0.006          # learning rate
     warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
     clip: float = 1.0          # maximum gradient norm (0: no clipping)
-    dropout: float = 0.2       # before each LSTM layer and the softmax
+    dropout: float = 0.2       # dropout rate of LSTM and softmax inputs
     smoothing: float = 0.1     # label smoothing; none in the paper
-    loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
+    loss_per: typing.Literal["token", "sentence"] = "token"  # unit over which the loss is averaged
     batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory
@@ -305,7 +305,7 @@ def learning_rate(cfg, step):
 
 
 Model = LuongNMT
-COMPILED = (LuongAttention,)  # what --compile compiles
+COMPILED = (LuongAttention,)  # what --compile compiles, besides the loss
 
 # ---- the same in every script from here on ----
 
@@ -328,12 +328,12 @@ def make_train_step(model, cfg, optimizer=None):
         move_gradients(net, model)
         return loss.detach()
 
-    if on_gpu:  # the first call compiles, which cannot be recorded
+    if on_gpu:  # with --compile, the first call compiles, which cannot be recorded
         forward_backward = graphed(forward_backward, device, eager_calls=int(cfg.compile))
 
     def step(src, tgt):
         tokens = (tgt[:, 1:] != PAD).sum()
-        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # of sentences
+        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # sentences
         scale = (1 / count).to(device)
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per step, over all processes
@@ -368,7 +368,7 @@ def greedy(model, src, max_len):
 
 
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search; finished hypotheses are ranked by log p / ((5 + |y|) / 6)^penalty, Wu 2016."""
+    """Beam search; ranks by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
         return greedy(model, src, max_len)
     B = len(src)
@@ -379,10 +379,10 @@ def beam(model, src, max_len, K, penalty=0.0):
     def choose(logits, ended):
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
-        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no others can be best
+        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no other word can win
         total = score.view(-1, 1) + log_p.gather(1, tokens)
         total.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # never displaced
+        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended ones stay
         best, index = total.view(B, -1).topk(K)  # (B,K)
         rows = first_row + index // tokens.size(1)
         score.copy_(torch.where(best.isposinf(), score.flatten()[rows], best))  # PAD costs nothing
@@ -392,13 +392,13 @@ def beam(model, src, max_len, K, penalty=0.0):
     out = decode(model, src.repeat_interleave(K, 0), limit, choose).unflatten(0, (B, K))  # (B,K,T)
     rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1) & score.isfinite()
-    excluded = finished.any(1, keepdim=True) & ~finished  # unfinished, unless all of them are
+    excluded = finished.any(1, keepdim=True) & ~finished  # the unfinished, if any has finished
     return out[torch.arange(B), rank.masked_fill(excluded, -torch.inf).argmax(1)]
 
 
 @torch.inference_mode()
 def decode(model, src, max_len, choose):
-    """Tokens (B,T), PAD after EOS. choose(logits, ended): next tokens, and rows they continue."""
+    """Tokens (B,T), PAD after EOS. choose(logits, ended) -> tokens, rows they extend or None."""
     net = bf16_copy(model).eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one int, or one per row
     memory = net.encode(src)
@@ -433,7 +433,7 @@ def decode(model, src, max_len, choose):
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """Attention weights (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
+    """alpha (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
@@ -446,7 +446,7 @@ def make_batches(model, pairs, vocabularies, max_tokens=8192):
 
 
 def translate(model, sentences, vocabularies):
-    """Translates strings or lists of words into lists of words, with the search of model.cfg."""
+    """Translates strings or lists of words into lists of words, with the beam of model.cfg."""
     cfg = model.cfg
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     pairs = [(data.to_words(sentence), []) for sentence in sentences]
@@ -528,15 +528,15 @@ def train(out, corpus, model, optimizer, log, snapshots):
     step, tokens = last["step"], last["tokens"]
     start = time.perf_counter() - last["seconds"]
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)
-    hidden = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
-    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=hidden)
+    no_bar = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
+    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=no_bar)
     for step, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, step)))  # so checkpoints need no random state
         loss = train_step(*map(torch.from_numpy, batch))
         tokens += sum(int((side != PAD).sum()) for side in batch)
         if step % cfg.eval_every and step < cfg.steps:
             continue
-        with torch.compiler.set_stance("force_eager"):  # too short to be worth compiling
+        with torch.compiler.set_stance("force_eager"):  # validation is too short to compile
             valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
         line = dict(step=step, loss=loss.item(), valid_loss=valid_loss, tokens=tokens)
         log = [*log, dict(line, seconds=time.perf_counter() - start)]
@@ -555,7 +555,7 @@ def train_command(args, flags, device):
     start = time.perf_counter()
     with data.checkpoint_errors(args.out / "last.pt"):
         corpus, model, optimizer, log, snapshots = start_run(args, flags, device)
-    start -= log[-1]["seconds"] if log else 0  # of the runs before --resume
+    start -= log[-1]["seconds"] if log else 0  # the time before --resume
     if RANK == 0:
         args.out.mkdir(parents=True, exist_ok=args.resume)
         print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")

@@ -19,10 +19,10 @@ Deviations from the paper
 - The LSTM is torch's; the paper's, from Graves, also has peephole connections.
 - The decoder starts from <s> instead of <EOS>, and the reversed source begins with <EOS>, which
   the encoder of figure 1 reads last. This way, all four scripts use the same batches.
-- Single models only: the paper's 34.81 is an ensemble of five, its best single model has 30.59.
+- Single models only: the paper's BLEU 34.81 is from five models; its best single one has 30.59.
 - The schedule stretches the paper's 7.5 epochs over --steps. Sentences of more than 100 words are
-  skipped (--max-len). On CUDA, bf16 is used for speed. Where the paper is silent: no minimum
-  length, at most n + 50 words for n source words, model.pt is the best on validation data.
+  skipped (--max-len). On CUDA, bf16 is used for speed. Where the paper is silent, we use 0 to
+  n + 50 words for n source words, and the weights with the best validation loss.
 - Without --paper: smaller, one layer, Adam, label smoothing. The default trains in 2 minutes.
 """
 
@@ -109,7 +109,7 @@ class Seq2Seq(nn.Module):
 
     @torch.inference_mode(False)
     @torch.enable_grad()
-    @torch.backends.cudnn.flags(enabled=False)  # cuDNN has no backward in eval mode
+    @torch.backends.cudnn.flags(enabled=False)  # cuDNN RNNs have no backward in eval mode
     def saliency(self, src, tgt_in):
         """Gradient saliency of each source word for each target word; this is not attention."""
         src, tgt_in = src.clone(), tgt_in.clone()  # autograd rejects tensors of inference mode
@@ -132,7 +132,7 @@ class Seq2Seq(nn.Module):
 def lstm_after_padding(lstm, x, padding):
     """Runs lstm on x with left padding (B,T); its state stays zero until the first word."""
     W_ih, *others = lstm.all_weights[0]  # not a packed sequence: CUDA graphs cannot record those
-    closed = W_ih.new_zeros(len(W_ih), 8)  # weights of the padding flag; 8 keep memory aligned
+    closed = W_ih.new_zeros(len(W_ih), 8)  # weights of 8 equal padding flags (8: memory alignment)
     closed[: lstm.hidden_size] = -1e4  # close the input gate: c = f * 0 + 0 * g = 0, so h = 0
     weights = [torch.cat([W_ih, closed], 1), *others]
     flat = torch.cat([w.flatten() for w in weights])  # contiguous, as cuDNN requires
@@ -156,25 +156,25 @@ def pad_left(x, src):
 class Config:
     # fmt: off
     # text
-    src_vocab: int = 30000     # source vocabulary size: the most frequent words, the rest is <unk>
+    src_vocab: int = 30000     # source vocabulary size; less frequent words become <unk>
     tgt_vocab: int = 30000     # target vocabulary size
     share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
     min_count: int = 1         # words that occur fewer than N times become <unk>
-    max_len: int = 0           # longest training sentence in words (0: 100; built-in corpus: 30)
+    max_len: int = 0           # skip longer sentences (0: 100 words, or 30 in the built-in corpus)
     # model
     emb: int = 192             # embedding size
     hidden: int = 192          # LSTM units per layer
     layers: int = 1            # LSTM layers of the encoder and of the decoder
     reverse: bool = True       # reverse the source, section 3.3
-    init: float = 0.2          # initial weights are uniform between -init and init
+    init: float = 0.2          # initial weights are uniform between -X and X
     # training
-    optimizer: typing.Literal["adam", "sgd"] = "adam"  # sgd in the paper
+    optimizer: typing.Literal["adam", "sgd"] = "adam"  # Adam, or plain SGD as in the paper
     lr: float = 0.01           # learning rate
     warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
     clip: float = 5.0          # maximum gradient norm (0: no clipping)
-    dropout: float = 0.0       # before each LSTM layer and the softmax; none in the paper
+    dropout: float = 0.0       # dropout rate of LSTM and softmax inputs; none in the paper
     smoothing: float = 0.1     # label smoothing; none in the paper
-    loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
+    loss_per: typing.Literal["token", "sentence"] = "token"  # unit over which the loss is averaged
     batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory
@@ -249,12 +249,12 @@ def make_train_step(model, cfg, optimizer=None):
         move_gradients(net, model)
         return loss.detach()
 
-    if on_gpu:  # the first call compiles, which cannot be recorded
+    if on_gpu:  # with --compile, the first call compiles, which cannot be recorded
         forward_backward = graphed(forward_backward, device, eager_calls=int(cfg.compile))
 
     def step(src, tgt):
         tokens = (tgt[:, 1:] != PAD).sum()
-        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # of sentences
+        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # sentences
         scale = (1 / count).to(device)
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per step, over all processes
@@ -289,7 +289,7 @@ def greedy(model, src, max_len):
 
 
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search; finished hypotheses are ranked by log p / ((5 + |y|) / 6)^penalty, Wu 2016."""
+    """Beam search; ranks by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
         return greedy(model, src, max_len)
     B = len(src)
@@ -300,10 +300,10 @@ def beam(model, src, max_len, K, penalty=0.0):
     def choose(logits, ended):
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
-        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no others can be best
+        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no other word can win
         total = score.view(-1, 1) + log_p.gather(1, tokens)
         total.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # never displaced
+        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended ones stay
         best, index = total.view(B, -1).topk(K)  # (B,K)
         rows = first_row + index // tokens.size(1)
         score.copy_(torch.where(best.isposinf(), score.flatten()[rows], best))  # PAD costs nothing
@@ -313,13 +313,13 @@ def beam(model, src, max_len, K, penalty=0.0):
     out = decode(model, src.repeat_interleave(K, 0), limit, choose).unflatten(0, (B, K))  # (B,K,T)
     rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1) & score.isfinite()
-    excluded = finished.any(1, keepdim=True) & ~finished  # unfinished, unless all of them are
+    excluded = finished.any(1, keepdim=True) & ~finished  # the unfinished, if any has finished
     return out[torch.arange(B), rank.masked_fill(excluded, -torch.inf).argmax(1)]
 
 
 @torch.inference_mode()
 def decode(model, src, max_len, choose):
-    """Tokens (B,T), PAD after EOS. choose(logits, ended): next tokens, and rows they continue."""
+    """Tokens (B,T), PAD after EOS. choose(logits, ended) -> tokens, rows they extend or None."""
     net = bf16_copy(model).eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one int, or one per row
     memory = net.encode(src)
@@ -354,7 +354,7 @@ def decode(model, src, max_len, choose):
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """Attention weights (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
+    """alpha (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
@@ -367,7 +367,7 @@ def make_batches(model, pairs, vocabularies, max_tokens=8192):
 
 
 def translate(model, sentences, vocabularies):
-    """Translates strings or lists of words into lists of words, with the search of model.cfg."""
+    """Translates strings or lists of words into lists of words, with the beam of model.cfg."""
     cfg = model.cfg
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     pairs = [(data.to_words(sentence), []) for sentence in sentences]
@@ -449,15 +449,15 @@ def train(out, corpus, model, optimizer, log, snapshots):
     step, tokens = last["step"], last["tokens"]
     start = time.perf_counter() - last["seconds"]
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)
-    hidden = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
-    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=hidden)
+    no_bar = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
+    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=no_bar)
     for step, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, step)))  # so checkpoints need no random state
         loss = train_step(*map(torch.from_numpy, batch))
         tokens += sum(int((side != PAD).sum()) for side in batch)
         if step % cfg.eval_every and step < cfg.steps:
             continue
-        with torch.compiler.set_stance("force_eager"):  # too short to be worth compiling
+        with torch.compiler.set_stance("force_eager"):  # validation is too short to compile
             valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
         line = dict(step=step, loss=loss.item(), valid_loss=valid_loss, tokens=tokens)
         log = [*log, dict(line, seconds=time.perf_counter() - start)]
@@ -476,7 +476,7 @@ def train_command(args, flags, device):
     start = time.perf_counter()
     with data.checkpoint_errors(args.out / "last.pt"):
         corpus, model, optimizer, log, snapshots = start_run(args, flags, device)
-    start -= log[-1]["seconds"] if log else 0  # of the runs before --resume
+    start -= log[-1]["seconds"] if log else 0  # the time before --resume
     if RANK == 0:
         args.out.mkdir(parents=True, exist_ok=args.resume)
         print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")

@@ -50,7 +50,7 @@ scripts = pytest.mark.parametrize("name", SCRIPTS)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 LOCAL = ["luong --score concat --attention local-m", "luong --attention local-p --input-feeding"]
 OPTIMIZERS = ["bahdanau --optimizer adadelta --lr 1", f"{LOCAL[1]} --optimizer sgd --lr 0.5"]
-# A new score of luong.py: its name, the paper's formula (or yours) and the parameters p it uses.
+# To add a score to luong.py, add its name and formula here; p holds its parameters by name.
 SCORES = dict(
     dot=lambda p, h_t, h_bar, s: h_t @ h_bar,
     general=lambda p, h_t, h_bar, s: h_t @ p["W_a"] @ h_bar,
@@ -169,7 +169,7 @@ def rnnsearch(p, source, target, cfg):
         a_z, a_r, a = (p["cell.W"] @ y + p["cell.W.bias"] + p["cell.C"] @ c).chunk(3)
         u_z, u_r = (p["cell.U_zr"] @ s).chunk(2)
         z, r = sigmoid(a_z + u_z), sigmoid(a_r + u_r)  # A.1.1
-        s = (1 - z) * s + z * tanh(a + p["cell.U"] @ (r * s))  # as the authors' code: s has read y
+        s = (1 - z) * s + z * tanh(a + p["cell.U"] @ (r * s))  # authors' code: s has read y
         e = torch.stack([v_a @ tanh(W_a @ s + U_a @ h_j) for h_j in h])  # A.1.2
         alpha = softmax(e, 0)  # (6)
         c = sum(alpha_j * h_j for alpha_j, h_j in zip(alpha, h))  # (5)
@@ -309,14 +309,14 @@ transformer medium d_model=128 d_ff=256 heads=4 layers=4 dropout=0.3 smoothing=0
 
 @pytest.mark.parametrize("numbers", re.split(r"\n(?=\w)", PAPERS.strip()))
 def test_paper_numbers(numbers):
-    """Config.paper() and its optimizer use the paper's values, medium() those of Wu et al. 2021."""
+    """Config.paper() and its optimizer use the paper's values, transformer medium Wu et al.'s."""
     name, preset, *want = numbers.split()
     cfg = getattr(script(name).Config, preset)()
     with torch.device("meta"):
         model = script(name).Model(cfg)
     optimizer = script(name).make_optimizer(model, cfg)
     found = optimizer.param_groups[0] | vars(cfg) | dict(Optimizer=type(optimizer).__name__)
-    found["millions"] = sum(p.numel() for p in model.parameters()) // 10**6  # Vaswani et al.: 65
+    found["millions"] = sum(p.numel() for p in model.parameters()) // 10**6  # table 3 says 65
     fields = [entry.split("=")[0] for entry in want]
     assert [f"{field}={found[field]}".replace(" ", "") for field in fields] == want
 
@@ -350,7 +350,7 @@ def test_initialization(name):
                 assert_close(W @ W.T, torch.eye(len(W)), 1e-5)
 
 
-# The steps of 750 after which the paper halves its rate:
+# The steps, out of 750, after which each paper halves its learning rate:
 HALVED = dict(seq2seq_lstm=[500, 550, 600, 650, 700], bahdanau=[], luong=[500, 563, 625, 688])
 HALVED["luong without dropout"] = [375, 450, 525, 600, 675]
 
@@ -393,12 +393,12 @@ def attention(request):
 
 
 def test_attention(attention):
-    """Every query gives the same, gradients included, alone with only the words it may see."""
+    """Each query gives the same result and gradients on its own, with only the words it may see."""
     module, keywords, query, source, right = attention
     inputs = [*module.parameters(), query.requires_grad_(), source.requires_grad_()]
     (B, S), T, keys = right.shape, query.size(1), module.keys(source)
     masks = [None, right]
-    if type(module).__name__ != "LuongAttention":  # which counts positions from the left
+    if type(module).__name__ != "LuongAttention":  # it counts positions from the left
         masks += [right.flip(1), right[:, torch.randperm(S)]]
     if keywords:  # multi-head
         masks += [torch.ones(1, T, S).triu(1).bool(), torch.rand(B, T, S) < 0.4]
@@ -420,7 +420,7 @@ def test_attention(attention):
         for result, grad in zip(results, grads[1:]):
             assert_close([*result, *grad], [*want, *grads[0]])
     for wrong in (right.double(), right[:, None, None], right[:, 1:], torch.ones(S, S).bool()):
-        with pytest.raises(AssertionError, match="mask is not bool"):
+        with pytest.raises(AssertionError, match="mask must be bool"):
             module(query, source, wrong, **keywords)
 
 
@@ -598,7 +598,7 @@ def test_structure():
 
 # ---- data.py: the built-in corpus, vocabularies, batches, scores, pictures ----------------------
 def test_corpus():
-    """The corpus is the one that docs/ was measured on; splits are disjoint, links complete."""
+    """The corpus is the one behind the results in docs/; splits are disjoint, links complete."""
     train, valid, test = data.toy(5000), data.toy(500, split="valid"), data.toy(500, split="test")
     text = repr([(source, target, sorted(gold)) for source, target, gold in train])
     assert zlib.crc32(text.encode()) == 2369573823
@@ -716,7 +716,7 @@ def run(*command, stdin=b"", allowed=(0,)):
 
 @pytest.fixture
 def folder(tmp_path_factory, tmp_path, monkeypatch):
-    """A working directory with text files, where three pairs are too long or empty, and runs."""
+    """A working directory with finished runs and text files; three pairs are too long or empty."""
     template = tmp_path_factory.getbasetemp() / "template"
     if not template.exists():
         template.mkdir()
@@ -888,12 +888,12 @@ def test_bad_checkpoints(folder):
         before = contents()
         for args in (["--align", *TEXT[1:3]], ["--resume"]):
             _, lines = run("bahdanau", *args, allowed=[2])
-            assert re.match(r"runs/bahdanau/\w+.pt: damaged, or made by another version", lines[-1])
+            assert re.match(r"runs/bahdanau/\w+.pt: damaged, or of another version", lines[-1])
         assert contents() == before
 
 
 def test_resume(folder):
-    """--resume trains the last run longer, with other flags; it needs no other arguments."""
+    """--resume continues the last run with changed flags; --out, text and sizes can be left out."""
     shutil.copytree("runs/bahdanau", "runs/bahdanau-2")
     more = "--resume --steps 12 --eval-every 1 --lr 0.001 --warmup 3 --clip 2 --batch-tokens 200"
     run(*small(), "--out", "runs/bahdanau", "--src-vocab", 30000, *more.split())
@@ -905,7 +905,7 @@ def test_resume(folder):
 
 def test_torchrun_matches_one_process(folder):
     """A run resumed with two processes ends like a run with one process, up to rounding."""
-    command = [*small(), "--dropout", 0, "--batch-tokens", 40, "--out"]  # some batches: one pair
+    command = [*small(), "--dropout", 0, "--batch-tokens", 40, "--out"]  # some batches are one pair
     run(*command, "one")
     assert run_with_fault("kill", "bahdanau", "learning_rate", 6, *command, "two")[0] == -9
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", HERE / "bahdanau.py"]
@@ -920,7 +920,7 @@ VALID = "--train train.en train.fr --valid"
 USER_ERRORS = f"""
 {VALID} train.en nowhere | nowhere: cannot be read // {VALID} empty empty | empty: the file is empty
 {VALID} train.en half.gz | half.gz: cannot be read // {VALID} train.en latin1 | latin1, line 2
-{VALID} train.en short | short: has 1 lines, train.en more // --train train.en train.fr | give both
+{VALID} train.en short | short: ends after line 1 // --train train.en train.fr | give both
 {VALID} train.en train.fr --min-count 99 | --min-count // --train long long --valid long long | 1 to
 --out runs | runs: already exists // --resume --out nowhere | nowhere/last.pt: not found
 --translate --out nowhere | nowhere: not found // --translate --hidden 12 | --hidden 10, not 12
@@ -928,8 +928,8 @@ USER_ERRORS = f"""
 --resume --hidden 12 | --hidden 10, not 12 // --resume --paper | --max-len 20
 --resume --optimizer adadelta | --optimizer adam // --resume --min-count 2 | --min-count 1
 --resume --share-vocab | --share-vocab False // --resume --max-len 50 | --max-len 20
---resume --steps 9 {VALID} train.en train.fr | trained on other text
---resume --steps 9 --train train.fr train.en --valid valid.en.gz valid.fr.gz | trained on other
+--resume --steps 9 {VALID} train.en train.fr | trained on different text
+--resume --steps 9 --train train.fr train.en --valid valid.en.gz valid.fr.gz | trained on d
 --align train.en latin1 | latin1, line 2 // --medium --paper | not allowed // --beem 3 | --beem
 --beam 0 | --beam 0: must be at least 1 // --max-len -1 | at least 0 // --optimizer x | invalid
 --dropout -0.1 | at least 0 and below 1 // --dropout-out 1 | below 1 // --smoothing 1 | below 1
@@ -1036,7 +1036,7 @@ def test_cuda_graphs(name, monkeypatch):
 @cuda
 @scripts
 def test_cuda_and_compile(name, folder):
-    """Training on a GPU, compiled or not, matches the CPU, where its models can be used."""
+    """GPU training, compiled or not, matches the CPU; its models also work on the CPU."""
     _, cpu = train_on("cpu", name, dropout=0.0)
     _, gpu = train_on("cuda", name, dropout=0.0)
     model, compiled = train_on("cuda", name, dropout=0.0, compile=True)

@@ -17,7 +17,7 @@ Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762
 The alignment is the cross-attention of the last layer, averaged over heads. With 4 layers the third
 aligns better on the built-in corpus (--align-layer 3).
 Deviations from the paper
-- Words instead of 37,000 byte-pair units, so that no other program is needed. Initialization, on
+- Text is split only at spaces, so byte-pair units must be made beforehand. Initialization, on
   which the paper is silent: embeddings N(0, 1/d_model), biases 0, Glorot otherwise, divided by
   sqrt(2N) in the last matrix of each sublayer. On Multi30k, 4 layers stayed below BLEU 25 without
   the division and exceeded 54 with it.
@@ -25,8 +25,8 @@ Deviations from the paper
 - Sentences of more than 100 words are skipped. Averaged checkpoints are --eval-every steps apart,
   not 10 minutes. A finished hypothesis leaves the beam, which shrinks; tensor2tensor always extends
   K hypotheses. Translations have no minimum length. On CUDA, bf16 is used for speed.
-- Without --paper: smaller, the learning rate also decays to 0; by default no dropout, two
-  vocabularies.
+- Without --paper: smaller, and the learning rate also decays to 0. The default also has two
+  vocabularies and no dropout.
 """
 
 import copy
@@ -66,7 +66,7 @@ class MultiHeadAttention(nn.Module):
         return self.W_KV(source).unflatten(-1, (2, self.heads, -1))
 
     @staticmethod
-    def additive(mask, dtype):  # what to add to the scores (B,1,T,S), and which queries see a key
+    def additive_mask(mask, dtype):  # 0 or -inf for scores (B,1,T,S), and which queries see any key
         mask = mask.unsqueeze(1) if mask.ndim == 3 else mask[:, None, None]
         seen = ~mask.all(-1, keepdim=True)  # if all keys are masked, adding -inf would give NaN
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask & seen, -torch.inf), seen
@@ -77,11 +77,11 @@ class MultiHeadAttention(nn.Module):
         keys = self.keys(source) if keys is None else keys
         K, V = keys.transpose(1, 3).unbind(2)  # (B,h,S,d_k)
         seen = None
-        if mask is not None and not (mask.ndim == 4 and mask.is_floating_point()):  # see encode
+        if mask is not None and not (mask.ndim == 4 and mask.is_floating_point()):  # not additive
             B, T, S = len(Q), Q.size(2), K.size(2)
             is_valid = mask.shape in ((B, S), (B, T, S), (1, T, S))
-            assert is_valid and mask.dtype == torch.bool, "mask is not bool (B,S) or (B,T,S)"
-            mask, seen = self.additive(mask, Q.dtype)
+            assert is_valid and mask.dtype == torch.bool, "mask must be bool (B,S) or (B,T,S)"
+            mask, seen = self.additive_mask(mask, Q.dtype)
         if need_alpha:
             e = Q @ K.mT / math.sqrt(Q.size(-1))  # (B,h,T,S)
             alpha = (e if mask is None else e + mask).softmax(-1)
@@ -126,7 +126,7 @@ class DecoderLayer(nn.Module):
         self.norm_3 = nn.LayerNorm(cfg.d_model)
 
     def forward(self, y, causal_mask, source, mask, past=None, need_alpha=False):
-        """y (B,T,d_model); source, past: keys of the source and of the target so far (if not y)."""
+        """y (B,T,d_model). K, V: source has the source's, past the target's so far (None: y's)."""
         a, _ = self.self_attention(y, y, causal_mask, past)  # section 3.2.3
         y = self.norm_1(y + self.drop(a))
         c, alpha = self.cross_attention(y, None, mask, source, need_alpha)
@@ -158,7 +158,7 @@ class Transformer(nn.Module):
 
     def positional_encoding(self, n):  # (n,d_model), section 3.5
         weight = self.E_y.weight
-        dtype = torch.promote_types(weight.dtype, torch.float)  # bf16 cannot represent 257
+        dtype = torch.promote_types(weight.dtype, torch.float)  # bf16 rounds positions above 256
         pos = torch.arange(n, dtype=dtype, device=weight.device)
         two_i = torch.arange(0, self.cfg.d_model, 2, dtype=dtype, device=weight.device)
         angle = pos.unsqueeze(1) / 10000 ** (two_i / self.cfg.d_model)
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
 
     def encode(self, src):  # returns the mask, then K and V of the source for each decoder layer
         x = self.embed(self.E_x, src, self.positional_encoding(src.size(1)))  # (B,S,d_model)
-        mask, _ = MultiHeadAttention.additive(src == PAD, x.dtype)  # once for all layers (B,1,1,S)
+        mask, _ = MultiHeadAttention.additive_mask(src == PAD, x.dtype)  # for all layers (B,1,1,S)
         for layer in self.encoder:
             x = layer(x, mask)
         return mask, *(layer.cross_attention.keys(x) for layer in self.decoder)
@@ -192,7 +192,7 @@ class Transformer(nn.Module):
         mask, *sources = memory
         y = self.embed(self.E_y, y.unsqueeze(1), PE[t])  # (B,1,d_model)
         for layer, source, cache in zip(self.decoder, sources, caches):
-            cache.index_copy_(1, t, layer.self_attention.keys(y))  # the mask hides later entries
+            cache.index_copy_(1, t, layer.self_attention.keys(y))  # causal_mask hides the rest
             y, _ = layer(y, causal_mask[:, :, t], source, mask, cache)
         return F.linear(y.squeeze(1), self.E_y.weight), (t + 1, PE, causal_mask, *caches)
 
@@ -212,24 +212,24 @@ class Transformer(nn.Module):
 class Config:
     # fmt: off
     # text
-    src_vocab: int = 30000     # source vocabulary size: the most frequent words, the rest is <unk>
+    src_vocab: int = 30000     # source vocabulary size; less frequent words become <unk>
     tgt_vocab: int = 30000     # target vocabulary size
-    share_vocab: bool = False  # one vocabulary of --src-vocab words, one embedding matrix, 3.4
+    share_vocab: bool = False  # one vocabulary of --src-vocab words, one embedding matrix (3.4)
     min_count: int = 1         # words that occur fewer than N times become <unk>
-    max_len: int = 0           # longest training sentence in words (0: 100; built-in corpus: 30)
+    max_len: int = 0           # skip longer sentences (0: 100 words, or 30 in the built-in corpus)
     # model
     d_model: int = 96          # size of the embeddings and of every layer's output
     d_ff: int = 256            # hidden size of the feed-forward network
-    heads: int = 4             # h, attention heads, with d_k = d_v = d_model / h
-    layers: int = 2            # N, layers of the encoder and of the decoder
+    heads: int = 4             # attention heads (h in the paper); d_k = d_v = d_model / heads
+    layers: int = 2            # layers of the encoder and of the decoder (N in the paper)
     # training
     lr: float = 1.0            # factor on the learning rate, eq. (3)
     warmup: int = 400          # steps of linear warm-up, eq. (3)
     cooldown: bool = True      # also decay the learning rate linearly to 0; not in the paper
     clip: float = math.inf     # maximum gradient norm; the paper does not clip
-    dropout: float = 0.0       # on sublayer outputs and on embeddings + positions, 5.4
-    smoothing: float = 0.1     # label smoothing, 5.4
-    loss_per: typing.Literal["token", "sentence"] = "token"  # what the summed loss is divided by
+    dropout: float = 0.0       # dropout rate of sublayer outputs and embeddings, section 5.4
+    smoothing: float = 0.1     # label smoothing, section 5.4
+    loss_per: typing.Literal["token", "sentence"] = "token"  # unit over which the loss is averaged
     batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory
@@ -250,13 +250,13 @@ class Config:
         if self.d_model % self.heads or self.d_model % 2:
             raise data.InputError(f"--d-model: must be even and a multiple of --heads {self.heads}")
         if self.align_layer > self.layers:
-            raise data.InputError(f"--align-layer: the model has only {self.layers} layers")
+            raise data.InputError(f"--align-layer: must be at most --layers {self.layers}")
         if self.share_vocab:
             self.tgt_vocab = self.src_vocab
 
     @classmethod
     def medium(cls, **overrides):
-        """Transformer-tiny of Wu et al. 2021, arXiv 2105.14462, for joint byte-pair units."""
+        """Transformer-tiny of Wu et al. 2021, arXiv 2105.14462; expects joint byte-pair units."""
         vocabulary = dict(src_vocab=20000, share_vocab=True)
         sizes = dict(d_model=128, d_ff=256, heads=4, layers=4, dropout=0.3)
         recipe = dict(lr=2.5, warmup=2000, average=10, beam=5, length_penalty=1.0)
@@ -265,7 +265,7 @@ class Config:
 
     @classmethod
     def paper(cls, **overrides):
-        """The base model of table 3."""
+        """The base model of table 3, decoded as in section 6.1."""
         vocabulary = dict(src_vocab=37000, share_vocab=True)  # section 5.1
         sizes = dict(d_model=512, d_ff=2048, heads=8, layers=6, dropout=0.1)
         recipe = dict(warmup=4000, cooldown=False, average=5, beam=4, length_penalty=0.6)
@@ -285,7 +285,7 @@ def learning_rate(cfg, step):
 
 
 Model = Transformer
-COMPILED = (EncoderLayer, DecoderLayer)  # what --compile compiles
+COMPILED = (EncoderLayer, DecoderLayer)  # what --compile compiles, besides the loss
 
 # ---- the same in every script from here on ----
 
@@ -308,12 +308,12 @@ def make_train_step(model, cfg, optimizer=None):
         move_gradients(net, model)
         return loss.detach()
 
-    if on_gpu:  # the first call compiles, which cannot be recorded
+    if on_gpu:  # with --compile, the first call compiles, which cannot be recorded
         forward_backward = graphed(forward_backward, device, eager_calls=int(cfg.compile))
 
     def step(src, tgt):
         tokens = (tgt[:, 1:] != PAD).sum()
-        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # of sentences
+        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # sentences
         scale = (1 / count).to(device)
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per step, over all processes
@@ -348,7 +348,7 @@ def greedy(model, src, max_len):
 
 
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search; finished hypotheses are ranked by log p / ((5 + |y|) / 6)^penalty, Wu 2016."""
+    """Beam search; ranks by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
         return greedy(model, src, max_len)
     B = len(src)
@@ -359,10 +359,10 @@ def beam(model, src, max_len, K, penalty=0.0):
     def choose(logits, ended):
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
-        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no others can be best
+        tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no other word can win
         total = score.view(-1, 1) + log_p.gather(1, tokens)
         total.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # never displaced
+        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended ones stay
         best, index = total.view(B, -1).topk(K)  # (B,K)
         rows = first_row + index // tokens.size(1)
         score.copy_(torch.where(best.isposinf(), score.flatten()[rows], best))  # PAD costs nothing
@@ -372,13 +372,13 @@ def beam(model, src, max_len, K, penalty=0.0):
     out = decode(model, src.repeat_interleave(K, 0), limit, choose).unflatten(0, (B, K))  # (B,K,T)
     rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1) & score.isfinite()
-    excluded = finished.any(1, keepdim=True) & ~finished  # unfinished, unless all of them are
+    excluded = finished.any(1, keepdim=True) & ~finished  # the unfinished, if any has finished
     return out[torch.arange(B), rank.masked_fill(excluded, -torch.inf).argmax(1)]
 
 
 @torch.inference_mode()
 def decode(model, src, max_len, choose):
-    """Tokens (B,T), PAD after EOS. choose(logits, ended): next tokens, and rows they continue."""
+    """Tokens (B,T), PAD after EOS. choose(logits, ended) -> tokens, rows they extend or None."""
     net = bf16_copy(model).eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one int, or one per row
     memory = net.encode(src)
@@ -413,7 +413,7 @@ def decode(model, src, max_len, choose):
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """Attention weights (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
+    """alpha (B,T,S) for given targets (teacher forcing), in float32 even on CUDA."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
@@ -426,7 +426,7 @@ def make_batches(model, pairs, vocabularies, max_tokens=8192):
 
 
 def translate(model, sentences, vocabularies):
-    """Translates strings or lists of words into lists of words, with the search of model.cfg."""
+    """Translates strings or lists of words into lists of words, with the beam of model.cfg."""
     cfg = model.cfg
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     pairs = [(data.to_words(sentence), []) for sentence in sentences]
@@ -508,15 +508,15 @@ def train(out, corpus, model, optimizer, log, snapshots):
     step, tokens = last["step"], last["tokens"]
     start = time.perf_counter() - last["seconds"]
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, step)
-    hidden = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
-    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=hidden)
+    no_bar = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
+    bar = trange(step + 1, cfg.steps + 1, initial=step, total=cfg.steps, disable=no_bar)
     for step, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, step)))  # so checkpoints need no random state
         loss = train_step(*map(torch.from_numpy, batch))
         tokens += sum(int((side != PAD).sum()) for side in batch)
         if step % cfg.eval_every and step < cfg.steps:
             continue
-        with torch.compiler.set_stance("force_eager"):  # too short to be worth compiling
+        with torch.compiler.set_stance("force_eager"):  # validation is too short to compile
             valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
         line = dict(step=step, loss=loss.item(), valid_loss=valid_loss, tokens=tokens)
         log = [*log, dict(line, seconds=time.perf_counter() - start)]
@@ -535,7 +535,7 @@ def train_command(args, flags, device):
     start = time.perf_counter()
     with data.checkpoint_errors(args.out / "last.pt"):
         corpus, model, optimizer, log, snapshots = start_run(args, flags, device)
-    start -= log[-1]["seconds"] if log else 0  # of the runs before --resume
+    start -= log[-1]["seconds"] if log else 0  # the time before --resume
     if RANK == 0:
         args.out.mkdir(parents=True, exist_ok=args.resume)
         print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")

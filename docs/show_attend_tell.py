@@ -17,8 +17,8 @@ arXiv 1502.03044
 Deviations from the paper
 - Images are generated. A small CNN with batch normalization, trained jointly, replaces the
   pretrained VGG network; the coordinates of a location are part of its annotation vector.
-- lambda is 0.01 (authors' code: 1), because it asks for equal attention to all locations, and most
-  of ours show only background. We tuned lambda_r and lambda_e on our images.
+- lambda is 0.01 (authors' code: 1), because the penalty asks for equal attention to all locations,
+  and most of ours show only background. We tuned lambda_r and lambda_e on our images.
 - Hard attention takes the most probable location at test time, so that captions are reproducible.
   beta_t gates only soft attention, as in the paper; the authors' code gates hard attention, too.
 - To train in 3 minutes: smaller, one-layer f_init, no dropout or early stopping, mixed caption
@@ -40,7 +40,7 @@ import torch
 import torch.nn as nn
 from tqdm import trange
 
-# Your project would contain a copy of the class. Here it is imported from the folder above.
+# In your own project, copy AdditiveAttention; here it is imported from the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data  # noqa: E402
@@ -52,10 +52,10 @@ from data import BOS, EOS, PAD  # noqa: E402
 class Config:
     # fmt: off
     # model
-    attention: typing.Literal["soft", "hard", "mean"] = "soft"  # mean: equal weights
-    features: int = 64         # D, size of an annotation vector
-    emb: int = 64              # m, embedding size
-    hidden: int = 128          # n, units of the LSTM
+    attention: typing.Literal["soft", "hard", "mean"] = "soft"  # attention; mean: equal weights
+    features: int = 64         # size of an annotation vector (D in the paper)
+    emb: int = 64              # embedding size (m in the paper)
+    hidden: int = 128          # units of the LSTM (n in the paper)
     attn: int = 32             # hidden units of f_att
     # training
     lambda_d: float = 0.01     # weight of the doubly stochastic penalty (soft)
@@ -81,11 +81,11 @@ class Encoder(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        C, D = 24, cfg.features - 2  # the other two features are the coordinates
-        shapes = (3, C, 5, 3, 1), (C, 3 * C, 4, 2, 1), (3 * C, D, 1)
+        C, last = 24, cfg.features - 2  # the other two features are the coordinates
+        convolutions = (3, C, 5, 3, 1), (C, 3 * C, 4, 2, 1), (3 * C, last, 1)
         layers = []
-        for size, out, *window in shapes:  # window: kernel size, stride, padding
-            layers += [nn.Conv2d(size, out, *window), nn.BatchNorm2d(out), nn.ReLU()]
+        for channels, out, *window in convolutions:  # window: kernel size, stride, padding
+            layers += [nn.Conv2d(channels, out, *window), nn.BatchNorm2d(out), nn.ReLU()]
         self.cnn = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # 3% faster
 
     def forward(self, images):  # (B,3,48,48), uint8
@@ -114,7 +114,7 @@ class Captioner(nn.Module):
 
     def encode(self, images):
         a = self.encoder(images)
-        return a, self.attention.keys(a)  # memory: (B,L,D), (B,L,A)
+        return a, self.attention.keys(a)  # memory: (B,L,D), (B,L,attn)
 
     def init_state(self, memory):
         mean = memory[0].mean(1)
@@ -224,7 +224,7 @@ def evaluate(model, scenes):
         for word, owner, look in zip(scene.words, scene.owner, looks):
             if word in COLORS or word in SHAPES:
                 cells = scene.regions[owner].reshape(GRID, 6, GRID, 6).any((1, 3)).ravel()
-                points.append((look @ cells, cells.mean()))
+                points.append((look @ cells, cells.mean()))  # weight on the object; its area
     scores = dict(exact=np.mean(exact), bleu=data.bleu(hypotheses, references) / 100)
     scores["pointing"], scores["chance"] = np.mean(points, 0)
     return {name: round(100 * float(score), 2) for name, score in scores.items()}
@@ -243,7 +243,7 @@ Scene = dataclasses.make_dataclass("Scene", ["image", "regions", "words", "owner
 
 
 def place(rng, n):
-    """n objects (x, y, radius, color, shape) from left to right; neighbors overlap slightly."""
+    """n objects (x, y, radius, color, shape) from left to right; neighbors may overlap slightly."""
     size = 100, n  # candidates; the first that fits is taken
     r = np.where(rng.random(size) < 0.5, rng.uniform(5, 6, size), rng.uniform(8, 10, size))
     x, y = rng.uniform(r, SIZE - r, (2, *size))
@@ -345,7 +345,7 @@ def main():
     path = Path("runs", "show_attend_tell.svg")
     path.parent.mkdir(exist_ok=True)
     path.write_text(picture(test[2].image, words, s[0].numpy()), encoding="utf-8")
-    print(" ".join(words), f"(where it looked at each word: {path})", sep="\n")
+    print(" ".join(words), f"(where it looked for each word: {path})", sep="\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 from itertools import chain, combinations, product
@@ -30,6 +31,7 @@ import draw  # noqa: E402
 import show_attend_tell as captions  # noqa: E402
 
 import bahdanau  # noqa: E402
+import data  # noqa: E402
 from data import BOS, EOS  # noqa: E402
 
 torch.set_num_threads(1)  # the models are tiny
@@ -104,10 +106,77 @@ def test_diff():
         assert row[1:] in code[row[0]], message
 
 
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)\n```", (ROOT / page).read_text(), re.S)
+
+
+def change(folder, diff):
+    """Applies a diff that has no line numbers: each old line occurs once in the folder's files."""
+    for sign, line in ((row[0], row[1:]) for row in diff.split("\n")):
+        if sign != "+":
+            files = [x for x in folder.glob("*.py") if x.read_text().split("\n").count(line) == 1]
+            assert len(files) == 1, f"found in {len(files)} files: {line}; edit the diff"
+            lines = files[0].read_text().split("\n")
+            at = lines.index(line) + (sign == " ")
+        if sign == "+":
+            lines.insert(at, line)
+            at += 1
+        elif sign == "-":
+            del lines[at]
+        files[0].write_text("\n".join(lines))
+
+
+def run_python(folder, *command):
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """A folder with a small text and with copies of all Python files, which a test may change."""
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    for side, language in enumerate(("en", "fr")):
+        lines = [" ".join(pair[side]) for pair in data.toy(20)]
+        (tmp_path / language).write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+TINY_RUN = ["--train", "en", "fr", "--valid", "en", "fr", "--steps", "2", "--device", "cpu"]
+
+
+def test_readme_change(copies):
+    """With the change in the README, as many tests pass as it says, and the new flag works."""
+    (diff,) = blocks("README.md", "diff")
+    change(copies, diff)
+    printed = run_python(copies, "-m", "pytest", "-q", "test_all.py", "-k", "scaled")
+    counts = {}
+    for source in (printed, (ROOT / "README.md").read_text()):
+        (summary,) = re.findall(r"^(.*) \d+ deselected", source, re.M)
+        assert "failed" not in summary, printed
+        counts[source] = sum(map(int, re.findall(r"\d+", summary)))  # a GPU skips none
+    assert len(set(counts.values())) == 1, f"{printed}; edit README.md, Change something"
+    assert "BLEU" in run_python(copies, "luong.py", "--score", "scaled", *TINY_RUN)
+
+
+def test_exercises(copies):
+    """The changes in exercises.md can be made, and the changed scripts run."""
+    reading, *changes = blocks("docs/exercises.md", "diff")
+    change(copies, reading)
+    command = ["-m", "pytest", "-q", "test_all.py", "-k", "equations and bahdanau"]
+    assert "1 failed" in run_python(copies, *command)
+    for diff in changes:
+        change(copies, diff)
+    for script in ("bahdanau.py", "transformer.py"):
+        assert "BLEU" in run_python(copies, script, *TINY_RUN)
+    (code,) = blocks("docs/exercises.md", "python")
+    assert float(run_python(copies, "-c", code.replace("1000", "20"))) >= 0
+
+
 def test_sizes():
     """The files keep to the sizes that we aim at, counted after `ruff format` at 100 columns."""
     pytest.importorskip("ruff")
-    limits = dict(seq2seq_lstm=595, bahdanau=636, luong=674, transformer=651)
+    limits = dict(seq2seq_lstm=595, bahdanau=636, luong=674, transformer=652)
     limits = {f"{name}.py": limit for name, limit in limits.items()}
     limits |= {"data.py": 870, "test_all.py": 1050}
     check = [sys.executable, "-m", "ruff", "format", "--check", *limits]

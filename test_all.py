@@ -48,8 +48,8 @@ SCRIPTS = dict(  # with model sizes for the tests
 )
 scripts = pytest.mark.parametrize("name", SCRIPTS)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-LOCAL = ["luong --score concat --attention local-m", "luong --attention local-p --input-feeding"]
-OPTIMIZERS = ["bahdanau --optimizer adadelta --lr 1", f"{LOCAL[1]} --optimizer sgd --lr 0.5"]
+LOCAL = "luong --attention local-p --input-feeding"
+OPTIMIZERS = ["bahdanau --optimizer adadelta --lr 1", f"{LOCAL} --optimizer sgd --lr 0.5"]
 # To add a score to luong.py, add its name and formula here; p holds its parameters by name.
 SCORES = dict(
     dot=lambda p, h_t, h_bar, s: h_t @ h_bar,
@@ -459,7 +459,7 @@ def test_decoder_layer_matches_torch_nn():
     assert_close(got, theirs(y, x, tgt_mask=future[0], memory_key_padding_mask=padding))
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, LOCAL[1]])
+@pytest.mark.parametrize("name", [*SCRIPTS, LOCAL])
 def test_dropout(name):
     """Dropout is applied where the paper or the script's docstring says, and only in training."""
     (_, model), (src, tgt) = build(name, dropout=0.5), random_batch(1)
@@ -498,8 +498,8 @@ def naive_beam(model, src, limit, K, penalty):
     return ranked(model, src, finished or live, penalty)[0] if limit else []
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, LOCAL[1]])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", [*SCRIPTS, LOCAL])
+@pytest.mark.parametrize("seed", range(3))
 def test_beam(name, seed):
     """Beam search matches a naive one: greedy if K is 1, exhaustive if K exceeds all choices."""
     module, model = build(name, seed, 0.5 + 0.2 * seed, tgt_vocab=5, dropout=0.5)
@@ -542,8 +542,8 @@ def test_translate(K):
 
 
 @scripts
-@pytest.mark.parametrize("accumulate", [1, 2, 3, 9])
-@pytest.mark.parametrize("per, clip", [("token", math.inf), ("sentence", 0), ("token", 0.1)])
+@pytest.mark.parametrize("accumulate, per", [(1, "token"), (2, "sentence"), (9, "token")])
+@pytest.mark.parametrize("clip", [0, 0.1])
 def test_train_step(name, accumulate, per, clip, monkeypatch):
     """SGD follows the clipped gradient of the smoothed loss for any number of micro-batches."""
     module, model = build(name, accumulate=accumulate, loss_per=per, smoothing=0.2, clip=clip)
@@ -565,18 +565,18 @@ def test_train_step(name, accumulate, per, clip, monkeypatch):
         assert_close(weights, want, 1e-6)
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *LOCAL])
+@pytest.mark.parametrize("name", [*SCRIPTS, LOCAL])
 def test_overfits_32_pairs(name):
     """Every model learns to reproduce 32 training pairs exactly."""
     pairs = data.toy(32, max_len=7)
     vocabularies = data.build_vocabularies(pairs)
-    recipe = dict(src_vocab=100, tgt_vocab=len(vocabularies[1].words), smoothing=0.0, lr=0.02)
-    attention_only = dict(d_model=64, d_ff=128, warmup=60, lr=0.5)
+    recipe = dict(src_vocab=100, tgt_vocab=len(vocabularies[1].words), smoothing=0.0, lr=0.03)
+    attention_only = dict(d_model=32, d_ff=64, warmup=30, lr=0.3)
     recipe |= attention_only if name == "transformer" else dict(emb=48, hidden=48, init=0.3)
     module, model = build(name, 1, 0, **recipe)
     batch = [torch.from_numpy(x) for x in data.Bitext(pairs, vocabularies).batch(range(32))]
     step = module.make_train_step(model, model.cfg)
-    for _ in range(80):
+    for _ in range(70):
         step(*batch)
     result = module.evaluate(model, pairs, vocabularies)
     assert result["bleu"] == pytest.approx(100)

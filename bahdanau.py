@@ -345,7 +345,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no other word can win
         total = score.view(-1, 1) + log_p.gather(1, tokens)
         total.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended ones stay
+        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended: kept aside
         best, index = total.view(B, -1).topk(K)  # (B,K)
         rows = first_row + index // tokens.size(1)
         score.copy_(torch.where(best.isposinf(), score.flatten()[rows], best))  # PAD costs nothing

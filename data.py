@@ -153,10 +153,11 @@ class Bitext:
         return sides
 
     def rows_by_length(self, max_tokens):
-        """Batches that cover each row once, longest first; few rows: translations may be longer."""
+        """Batches of row numbers that cover each row once, longest first."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        cuts = batch_boundaries(longest[order], max_tokens, max_tokens // 32)
+        few = max_tokens // 32  # rows, because translations may be longer than their sources
+        cuts = batch_boundaries(longest[order], max_tokens, few)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
     def batches(self, max_tokens, max_sentences, seed, first_step=0):
@@ -381,7 +382,7 @@ def saved_config(path, saved, Config, flags):
     names = [field.name for field in dataclasses.fields(Config)]
     for name in names[: names.index("lr")]:  # text, model and optimizer are fixed; the rest is not
         value = flags.get(name, config[name])
-        unused = name in ("src_vocab", "tgt_vocab") and value > config[name]  # text has fewer words
+        unused = name in ("src_vocab", "tgt_vocab") and value > config[name]  # only a maximum
         if value != config[name] and not unused:
             flag = f"--{name.replace('_', '-')} {config[name]}, not {value}"
             raise InputError(f"{path}: trained with {flag}; leave out the flag, or its preset")

@@ -21,8 +21,8 @@ Deviations from the paper
   the encoder of figure 1 reads last. This way, all four scripts use the same batches.
 - Single models only: the paper's BLEU 34.81 is from five models; its best single one has 30.59.
 - The schedule stretches the paper's 7.5 epochs over --steps. Sentences of more than 100 words are
-  skipped (--max-len). On CUDA, bf16 is used for speed. Where the paper is silent, we use 0 to
-  n + 50 words for n source words, and the weights with the best validation loss.
+  skipped (--max-len). On CUDA, bf16 is used for speed. Where the paper is silent, a translation has
+  0 to n + 50 words for n source words, and the weights with the best validation loss are used.
 - Without --paper: smaller, one layer, Adam, label smoothing. The default trains in 2 minutes.
 """
 
@@ -303,7 +303,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no other word can win
         total = score.view(-1, 1) + log_p.gather(1, tokens)
         total.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended ones stay
+        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended: kept aside
         best, index = total.view(B, -1).topk(K)  # (B,K)
         rows = first_row + index // tokens.size(1)
         score.copy_(torch.where(best.isposinf(), score.flatten()[rows], best))  # PAD costs nothing

@@ -126,7 +126,7 @@ class DecoderLayer(nn.Module):
         self.norm_3 = nn.LayerNorm(cfg.d_model)
 
     def forward(self, y, causal_mask, source, mask, past=None, need_alpha=False):
-        """y (B,T,d_model). K, V: source has the source's, past the target's so far (None: y's)."""
+        """y (B,T,d_model); source: K, V of the source; past: of the target so far (None: of y)."""
         a, _ = self.self_attention(y, y, causal_mask, past)  # section 3.2.3
         y = self.norm_1(y + self.drop(a))
         c, alpha = self.cross_attention(y, None, mask, source, need_alpha)
@@ -362,7 +362,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         tokens = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no other word can win
         total = score.view(-1, 1) + log_p.gather(1, tokens)
         total.masked_fill_(ended.unsqueeze(1), -torch.inf)
-        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended ones stay
+        total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # ended: kept aside
         best, index = total.view(B, -1).topk(K)  # (B,K)
         rows = first_row + index // tokens.size(1)
         score.copy_(torch.where(best.isposinf(), score.flatten()[rows], best))  # PAD costs nothing

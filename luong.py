@@ -92,7 +92,7 @@ class LuongAttention(nn.Module):
         if self.attention == "local-p":
             return S * torch.sigmoid(self.v_p(torch.tanh(self.W_p(h_t))))  # eq. (9)
         t = t + torch.arange(h_t.size(1), device=h_t.device)
-        return torch.minimum(t.unsqueeze(1), S)  # local-m: p_t = t; past the end, the last word
+        return torch.minimum(t.unsqueeze(1), S)  # local-m: p_t = t; past the end, S
 
     def forward(self, query, source, mask=None, keys=None, t=1):
         """query (B,T,H) of decoder steps t, t + 1, ...; source (B,S,H), mask bool (B,S)."""

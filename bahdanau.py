@@ -202,21 +202,21 @@ class Config:
     min_count: int = 1         # words that occur fewer than N times become <unk>
     max_len: int = 0           # skip longer sentences (0: 100 words, or 30 in the built-in corpus)
     # model
-    emb: int = 128             # embedding size (m in the paper)
-    hidden: int = 128          # units of the decoder and of each encoder direction (n in the paper)
-    attn: int = 128            # hidden units of the alignment model (n' in the paper)
-    maxout: int = 64           # maxout units of the deep output (l in the paper)
+    emb: int = 128             # embedding size (m)
+    hidden: int = 128          # units of the decoder and of each encoder direction (n)
+    attn: int = 128            # units of the alignment model (n')
+    maxout: int = 64           # maxout units of the deep output (l)
     init: float = 0.1          # standard deviation of initial weights (recurrent: orthogonal)
     init_attn: float = 0.15    # standard deviation of the initial W_a and U_a
     # training
-    optimizer: typing.Literal["adam", "adadelta"] = "adam"  # Adam, or Adadelta as in the paper
+    optimizer: typing.Literal["adam", "adadelta"] = "adam"  # Adam, or the paper's Adadelta
     lr: float = 0.009          # learning rate
     warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
     clip: float = 1.0          # maximum gradient norm (0: no clipping)
     dropout: float = 0.2       # dropout rate of embeddings and annotations; none in the paper
     dropout_out: float = 0.0   # dropout rate of the maxout layer; none in the paper
     smoothing: float = 0.1     # label smoothing; none in the paper
-    loss_per: typing.Literal["token", "sentence"] = "token"  # unit over which the loss is averaged
+    loss_per: typing.Literal["token", "sentence"] = "token"  # what the loss is averaged over
     batch_tokens: int = 2048   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory

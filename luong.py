@@ -239,7 +239,7 @@ class Config:
     layers: int = 1            # LSTM layers of the encoder and of the decoder
     score: typing.Literal["dot", "general", "concat", "location"] = "general"  # score function, 3.1
     attention: typing.Literal["global", "local-m", "local-p"] = "global"  # all words or a window
-    window: int = 10           # words on each side of p_t in local attention (D in the paper)
+    window: int = 10           # words on each side of p_t in local attention (D)
     input_feeding: bool = False  # feed h~_{t-1} into the next decoder step, section 3.3
     init: float = 0.15         # initial weights are uniform between -X and X
     # training
@@ -249,7 +249,7 @@ class Config:
     clip: float = 1.0          # maximum gradient norm (0: no clipping)
     dropout: float = 0.2       # dropout rate of LSTM and softmax inputs
     smoothing: float = 0.1     # label smoothing; none in the paper
-    loss_per: typing.Literal["token", "sentence"] = "token"  # unit over which the loss is averaged
+    loss_per: typing.Literal["token", "sentence"] = "token"  # what the loss is averaged over
     batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory

@@ -174,7 +174,7 @@ class Config:
     clip: float = 5.0          # maximum gradient norm (0: no clipping)
     dropout: float = 0.0       # dropout rate of LSTM and softmax inputs; none in the paper
     smoothing: float = 0.1     # label smoothing; none in the paper
-    loss_per: typing.Literal["token", "sentence"] = "token"  # unit over which the loss is averaged
+    loss_per: typing.Literal["token", "sentence"] = "token"  # what the loss is averaged over
     batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory

@@ -220,8 +220,8 @@ class Config:
     # model
     d_model: int = 96          # size of the embeddings and of every layer's output
     d_ff: int = 256            # hidden size of the feed-forward network
-    heads: int = 4             # attention heads (h in the paper); d_k = d_v = d_model / heads
-    layers: int = 2            # layers of the encoder and of the decoder (N in the paper)
+    heads: int = 4             # attention heads (h); d_k = d_v = d_model / heads
+    layers: int = 2            # layers of the encoder and of the decoder (N)
     # training
     lr: float = 1.0            # factor on the learning rate, eq. (3)
     warmup: int = 400          # steps of linear warm-up, eq. (3)
@@ -229,7 +229,7 @@ class Config:
     clip: float = math.inf     # maximum gradient norm; the paper does not clip
     dropout: float = 0.0       # dropout rate of sublayer outputs and embeddings, section 5.4
     smoothing: float = 0.1     # label smoothing, section 5.4
-    loss_per: typing.Literal["token", "sentence"] = "token"  # unit over which the loss is averaged
+    loss_per: typing.Literal["token", "sentence"] = "token"  # what the loss is averaged over
     batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory

@@ -53,9 +53,9 @@ class Config:
     # fmt: off
     # model
     attention: typing.Literal["soft", "hard", "mean"] = "soft"  # attention; mean: equal weights
-    features: int = 64         # size of an annotation vector (D in the paper)
-    emb: int = 64              # embedding size (m in the paper)
-    hidden: int = 128          # units of the LSTM (n in the paper)
+    features: int = 64         # size of an annotation vector (D)
+    emb: int = 64              # embedding size (m)
+    hidden: int = 128          # units of the LSTM (n)
     attn: int = 32             # hidden units of f_att
     # training
     lambda_d: float = 0.01     # weight of the doubly stochastic penalty (soft)

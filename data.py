@@ -156,8 +156,8 @@ class Bitext:
         """Batches of row numbers that cover each row once, longest first."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        few = max_tokens // 32  # rows, because translations may be longer than their sources
-        cuts = batch_boundaries(longest[order], max_tokens, few)
+        max_rows = max_tokens // 32  # because translations may be longer than their sources
+        cuts = batch_boundaries(longest[order], max_tokens, max_rows)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
     def batches(self, max_tokens, max_sentences, seed, first_step=0):

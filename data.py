@@ -90,15 +90,22 @@ def read_pairs(source, target):
         raise InputError(f"{source}: the file is empty; it needs at least one sentence")
 
 
-class Vocabulary(dict):
-    """Maps words to token ids (unknown: UNK); .words maps ids back, and len(.words) is the size."""
+class Vocabulary:
+    """vocabulary[word] is a token id, or UNK for an unknown word; .words maps ids to words."""
 
     def __init__(self, words):
         self.words = list(words)
-        super().__init__({word: i for i, word in enumerate(self.words) if word not in SPECIALS})
+        # Without SPECIALS: a "<pad>" that occurs in a text is an unknown word, not padding.
+        self.ids = {word: i for i, word in enumerate(self.words) if word not in SPECIALS}
 
-    def __missing__(self, word):
-        return UNK
+    def __len__(self):  # the number of token ids, which includes SPECIALS
+        return len(self.words)
+
+    def __contains__(self, word):
+        return word in self.ids
+
+    def __getitem__(self, word):
+        return self.ids.get(word, UNK)
 
     def decode(self, ids):
         """The words of these token ids, without EOS and padding."""
@@ -112,10 +119,13 @@ def build_vocabularies(pairs, sizes=(None, None), min_count=1, share=False):
         for count, sentence in zip(counts, pair):
             count.update(sentence)
     if share:
-        counts, sizes = [counts[0] + counts[1]] * 2, [sizes[0]] * 2
+        both = counts[0] + counts[1]
+        counts = [both, both]
+        sizes = [sizes[0], sizes[0]]
     vocabularies = []
     for count, size in zip(counts, sizes):
-        by_frequency = sorted(count, key=lambda word, count=count: (-count[word], word))
+        alphabetical = sorted(count)
+        by_frequency = sorted(alphabetical, key=count.get, reverse=True)  # ties stay alphabetical
         known = [w for w in by_frequency if count[w] >= min_count and w not in SPECIALS]
         if count and not known:
             raise InputError(f"--min-count {min_count}: no word occurs that often; lower it")
@@ -132,7 +142,10 @@ class Bitext:
         for pair in pairs:
             for side in (0, 1):
                 ids = [vocabularies[side][word] for word in to_words(pair[side])]
-                tokens[side].extend([BOS] * side + ids + [EOS])
+                if side == 1:  # only the target starts with BOS
+                    tokens[side].append(BOS)
+                tokens[side].extend(ids)
+                tokens[side].append(EOS)
                 starts[side].append(len(tokens[side]))
         self.tokens = [np.array(side) for side in tokens]
         self.starts = [np.array(side) for side in starts]
@@ -146,7 +159,9 @@ class Bitext:
         sides = []
         for side in (0, 1):
             length = self.lengths[side][rows][:, None]
-            column = np.arange(round_up(length.max() - side, multiple) + side)  # BOS is extra
+            bos = 1 if side == 1 else 0  # T does not include BOS
+            width = bos + round_up(length.max() - bos, multiple)
+            column = np.arange(width)
             index = self.starts[side][rows][:, None] + column
             tokens = self.tokens[side].take(index, mode="clip")  # padding is masked out below
             sides.append(np.where(column < length, tokens, PAD).astype(np.int64))
@@ -164,7 +179,8 @@ class Bitext:
         """Endless training batches. Batch k depends only on seed and k, so training can resume."""
         # Pairs of similar length share a batch, and lengths are rounded up to a multiple of 1/16 of
         # the longest. That gives little padding and few distinct shapes, which suits CUDA graphs.
-        multiple = max(max(side.max() for side in self.lengths) // 16, 1)
+        longest_sentence = max(side.max() for side in self.lengths)
+        multiple = max(longest_sentence // 16, 1)
         source = round_up(self.lengths[0], multiple)
         longest = np.maximum(source, round_up(self.lengths[1] - 1, multiple))
         cuts = batch_boundaries(np.sort(longest)[::-1], max_tokens, max_sentences, rounded=True)
@@ -174,38 +190,58 @@ class Bitext:
             order = np.lexsort((rng.permutation(len(self)), source, longest))[::-1]
             for k in rng.permutation(len(cuts) - 1)[skip:]:
                 yield self.batch(order[cuts[k] : cuts[k + 1]], multiple)
-            epoch, skip = epoch + 1, 0
+            epoch += 1
+            skip = 0
 
 
 def round_up(length, multiple):
-    return -(-length // multiple) * multiple
+    return (length + multiple - 1) // multiple * multiple
+
+
+def round_to_four_bits(n):
+    """n rounded down to four significant bits: 1, ..., 15, 16, 18, ..., 30, 32, 36, ..., 60, ..."""
+    step = 1
+    while n >= 16 * step:
+        step *= 2
+    return n - n % step
 
 
 def batch_boundaries(longest, max_tokens, max_sentences, rounded=False):
     """Boundaries of batches, longest pairs first: at most max_tokens with padding, or one pair."""
     cuts = [0]
     while cuts[-1] < len(longest):
-        rows = int(max(min(max_tokens // (2 * longest[cuts[-1]]), max_sentences), 1))
-        if rounded:  # to four significant bits, so that --accumulate splits large batches evenly
-            rows -= rows % 2 ** max(rows.bit_length() - 4, 0)
-        cuts.append(min(cuts[-1] + rows, len(longest)))
+        first = cuts[-1]
+        tokens_per_pair = 2 * int(longest[first])  # the source and the target, with padding
+        rows = min(max_tokens // tokens_per_pair, max_sentences)
+        if rounded:  # so that --accumulate splits large batches evenly
+            rows = round_to_four_bits(rows)
+        rows = max(rows, 1)
+        cuts.append(min(first + rows, len(longest)))
     return cuts
 
 
 # ---- 2. scoring --------------------------------------------------------------------------------
+def ngrams(words, n):  # how often each sequence of n words occurs
+    return collections.Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+
+
 def bleu(hypotheses, references):
     """Corpus BLEU-4, 0 to 100, of two lists of lists of words; sacreBLEU's with tokenize="none"."""
-    matches, total = [0] * 4, [0] * 4
-    for pair in zip(hypotheses, references, strict=True):
-        for n in range(4):
-            hyp, ref = (collections.Counter(zip(*(x[i:] for i in range(n + 1)))) for x in pair)
-            matches[n] += (hyp & ref).total()
-            total[n] += hyp.total()
+    matches = [0, 0, 0, 0]  # of 1-grams to 4-grams
+    total = [0, 0, 0, 0]
+    for hypothesis, reference in zip(hypotheses, references, strict=True):
+        for k in range(4):
+            found = ngrams(hypothesis, k + 1)
+            matches[k] += (found & ngrams(reference, k + 1)).total()
+            total[k] += found.total()
     if not any(matches) or not all(total):
         return 0.0
-    # sacreBLEU's smoothing: the first order without a match counts as 1/2, the next as 1/4
-    matched = [n or 0.5 ** matches[: k + 1].count(0) for k, n in enumerate(matches)]
-    log_precision = sum(math.log(m / n) for m, n in zip(matched, total)) / 4
+    smoothed = 1.0  # as in sacreBLEU: the first order without a match counts as 1/2, the next 1/4
+    for k in range(4):
+        if matches[k] == 0:
+            smoothed /= 2
+            matches[k] = smoothed
+    log_precision = sum(math.log(m / n) for m, n in zip(matches, total)) / 4
     log_brevity_penalty = min(0.0, 1 - sum(map(len, references)) / total[0])
     return 100 * math.exp(log_precision + log_brevity_penalty)
 
@@ -245,10 +281,15 @@ def replace_unknown(source, target, alpha):
     return [source[i] if word == "<unk>" else word for i, word in zip(best, target)]
 
 
+def shorten(sentence):  # what a picture has room for
+    return [word[:24] for word in to_words(sentence)[:60]]
+
+
 def heatmap(source, target, alpha):
     """alpha as text for a terminal: a column per source word, a row per target word."""
-    source, target = ([word[:24] for word in to_words(x)[:60]] for x in (source, target))
-    height, width = (max(map(len, words), default=0) for words in (source, target))
+    source, target = shorten(source), shorten(target)
+    height = max(map(len, source), default=0)
+    width = max(map(len, target), default=0)
     header = zip(*(word.rjust(height) for word in source))  # source words run top to bottom
     lines = [" " * (width + 1) + " ".join(row) for row in header]
     for word, row in zip(target, alpha):
@@ -259,8 +300,9 @@ def heatmap(source, target, alpha):
 
 def svg(source, target, alpha):
     """alpha as an SVG picture; hovering over a cell shows its weight."""
-    source, target = ([word[:24] for word in to_words(x)[:60]] for x in (source, target))
-    left, top = (12 + 9 * max(map(len, words), default=0) for words in (target, source))
+    source, target = shorten(source), shorten(target)
+    left = 12 + 9 * max(map(len, target), default=0)
+    top = 12 + 9 * max(map(len, source), default=0)
     width, height = left + 22 * len(source) + 12, top + 22 * len(target) + 12
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">']
     parts += ["<style>text{fill:#6e7781;font:15px monospace}rect{fill:#2f7fd6}</style>"]
@@ -280,7 +322,8 @@ def svg(source, target, alpha):
 
 def write_alignments(path, pairs, alphas):
     """Writes path.npz (weights), path.txt (links of each pair) and path.svg (the first pair)."""
-    sources, targets = ([" ".join(pair[side]) for pair in pairs] for side in (0, 1))
+    sources = [" ".join(pair[0]) for pair in pairs]
+    targets = [" ".join(pair[1]) for pair in pairs]
     arrays = dict(source=sources, target=targets) | {f"alpha_{k}": a for k, a in enumerate(alphas)}
     write(f"{path}.npz", arrays, lambda arrays, file: np.savez_compressed(file, **arrays))
     write(f"{path}.txt", "".join(pharaoh(alpha) + "\n" for alpha in alphas).encode())
@@ -367,7 +410,11 @@ def check(config):
         if choices and value not in choices:
             raise InputError(f"{flag}: must be one of {', '.join(choices)}")
         if field.type is int:
-            least = dict(src_vocab=5, tgt_vocab=5, seed=0).get(field.name, min(field.default, 1))
+            least = min(field.default, 1)  # 0 is allowed where it is the default
+            if field.name in ("src_vocab", "tgt_vocab"):
+                least = 5  # SPECIALS and one word
+            elif field.name == "seed":
+                least = 0
             if value < least:
                 raise InputError(f"{flag}: must be at least {least}")
         if field.name in ("dropout", "dropout_out", "smoothing") and not 0 <= value < 1:

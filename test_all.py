@@ -570,7 +570,7 @@ def test_overfits_32_pairs(name):
     """Every model learns to reproduce 32 training pairs exactly."""
     pairs = data.toy(32, max_len=7)
     vocabularies = data.build_vocabularies(pairs)
-    recipe = dict(src_vocab=100, tgt_vocab=len(vocabularies[1].words), smoothing=0.0, lr=0.03)
+    recipe = dict(src_vocab=100, tgt_vocab=len(vocabularies[1]), smoothing=0.0, lr=0.03)
     attention_only = dict(d_model=32, d_ff=64, warmup=30, lr=0.3)
     recipe |= attention_only if name == "transformer" else dict(emb=48, hidden=48, init=0.3)
     module, model = build(name, 1, 0, **recipe)

@@ -40,7 +40,10 @@ from data import BOS, EOS, PAD, UNK
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # the models are tiny
-SCRIPTS = dict(  # with model sizes for the tests
+# The scripts, with model sizes for the tests. A fifth script needs an entry with small sizes here,
+# a reference loop in REFERENCES, its combinations of flags in MODELS, and its paper's values in
+# PAPERS (hyperparameters), INIT (initialization), HALVED (learning rate) and test_dropout.
+SCRIPTS = dict(
     seq2seq_lstm=dict(emb=6, hidden=5, layers=2),
     bahdanau=dict(emb=6, hidden=5, attn=7, maxout=4),
     luong=dict(emb=6, hidden=5, layers=2, window=2),
@@ -48,55 +51,6 @@ SCRIPTS = dict(  # with model sizes for the tests
 )
 scripts = pytest.mark.parametrize("name", SCRIPTS)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-LOCAL = "luong --attention local-p --input-feeding"
-OPTIMIZERS = ["bahdanau --optimizer adadelta --lr 1", f"{LOCAL} --optimizer sgd --lr 0.5"]
-# To add a score to luong.py, add its name and formula here; p holds its parameters by name.
-SCORES = dict(
-    dot=lambda p, h_t, h_bar, s: h_t @ h_bar,
-    general=lambda p, h_t, h_bar, s: h_t @ p["W_a"] @ h_bar,
-    concat=lambda p, h_t, h_bar, s: p["v_a"][0] @ tanh(p["W_a"] @ torch.cat([h_t, h_bar])),
-    location=lambda p, h_t, h_bar, s: (p["W_a"] @ h_t)[s - 1] if s <= len(p["W_a"]) else -math.inf,
-)
-LUONG = [*product(SCORES, ("global", "local-m", "local-p"))]
-LUONG = [pair for pair in LUONG if pair[0] != "location" or pair[1] == "global"]
-MODELS = ["seq2seq_lstm", "seq2seq_lstm --no-reverse", "bahdanau", "transformer"]
-MODELS += ["transformer --share-vocab --align-layer 1", "luong --score location --max-len 4"]
-for (score, kind), feeding in product(LUONG, ("", " --input-feeding")):
-    MODELS.append(f"luong --score {score} --attention {kind}{feeding}")
-
-
-def script(name):
-    return importlib.import_module(name.split()[0])
-
-
-def build(name, seed=0, std=0.5, **changes):
-    """Return a script and a random float64 model, for a name with flags or without."""
-    module = script(name)
-    _, flags = data.parse_args(module.Config, module.__doc__, ["cpu"], name.split()[1:])
-    sizes = dict(src_vocab=13, tgt_vocab=11, dropout=0.0) | SCRIPTS[module.__name__]
-    torch.manual_seed(seed)
-    model = module.Model(module.Config(**sizes | flags | changes)).double().eval()
-    for p in model.parameters():
-        p.data.add_(torch.randn_like(p) * std)  # weights initialized to zero would hide errors
-    return module, model
-
-
-def pad(rows):
-    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-
-
-def random_batch(seed):
-    """Return src and tgt of four pairs of 1 to 8 tokens; src has more padding than necessary."""
-    r = random.Random(seed)
-    lengths = (8, 1, r.randint(1, 8), r.randint(1, 8))
-    sources = [r.sample(range(4, 13), n) + [EOS] for n in lengths]  # no repeats, for seq2seq()
-    targets = [[BOS, *r.choices(range(4, 11), k=r.randint(1, 8)), EOS] for _ in lengths]
-    return F.pad(pad(sources), (0, 4)), pad(targets)
-
-
-def assert_close(a, b, tolerance=1e-9):
-    """Compare two tensors, or two lists or dicts of tensors."""
-    torch.testing.assert_close(a, b, rtol=0, atol=tolerance, check_dtype=False)
 
 
 # ---- the papers as naive float64 loops that yield p(y_i) and alpha_i for each target position ----
@@ -178,6 +132,15 @@ def rnnsearch(p, source, target, cfg):
         yield softmax(p["W_o"] @ t + p["W_o.bias"], 0), alpha
 
 
+# To add a score to luong.py, add its name and formula here; p holds its parameters by name.
+SCORES = dict(
+    dot=lambda p, h_t, h_bar, s: h_t @ h_bar,
+    general=lambda p, h_t, h_bar, s: h_t @ p["W_a"] @ h_bar,
+    concat=lambda p, h_t, h_bar, s: p["v_a"][0] @ tanh(p["W_a"] @ torch.cat([h_t, h_bar])),
+    location=lambda p, h_t, h_bar, s: (p["W_a"] @ h_t)[s - 1] if s <= len(p["W_a"]) else -math.inf,
+)
+
+
 def luong_alignment(p, cfg, h_t, h_bar, t):
     """Return a_t, keyed by source position."""
     p = {key.removeprefix("attention."): p[key] for key in p}
@@ -256,28 +219,88 @@ def transformer(p, source, target, cfg):
         yield softmax(p["E_y"] @ y_i, 0), alpha  # 3.4
 
 
+# ---- each model and its reference loop ----------------------------------------------------------
+# Score and kind of attention; the location score is defined for global attention only.
+LUONG = [(score, kind) for score in SCORES for kind in ("global", "local-m", "local-p")]
+LUONG = [(score, kind) for score, kind in LUONG if score != "location" or kind == "global"]
+
+# Every combination of model flags listed here is compared with its reference loop. A new model flag
+# goes here and into the reference.
+MODELS = [
+    "seq2seq_lstm",
+    "seq2seq_lstm --no-reverse",
+    "bahdanau",
+    "transformer",
+    "transformer --share-vocab --align-layer 1",
+    "luong --score location --max-len 4",
+]
+for score, kind in LUONG:
+    MODELS.append(f"luong --score {score} --attention {kind}")
+    MODELS.append(f"luong --score {score} --attention {kind} --input-feeding")
+
+
+def script(name):
+    return importlib.import_module(name.split()[0])
+
+
+def build(name, seed=0, std=0.5, **changes):
+    """Return a script and a random float64 model, for a name with flags or without."""
+    module = script(name)
+    _, flags = data.parse_args(module.Config, module.__doc__, ["cpu"], name.split()[1:])
+    sizes = dict(src_vocab=13, tgt_vocab=11, dropout=0.0) | SCRIPTS[module.__name__]
+    torch.manual_seed(seed)
+    model = module.Model(module.Config(**sizes | flags | changes)).double().eval()
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * std)  # weights initialized to zero would hide errors
+    return module, model
+
+
+def pad(rows):
+    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
+def random_batch(seed):
+    """Return src and tgt of four pairs of 1 to 8 tokens; src has more padding than necessary."""
+    r = random.Random(seed)
+    lengths = (8, 1, r.randint(1, 8), r.randint(1, 8))
+    sources = [r.sample(range(4, 13), n) + [EOS] for n in lengths]  # no repeats, for seq2seq()
+    targets = [[BOS, *r.choices(range(4, 11), k=r.randint(1, 8)), EOS] for _ in lengths]
+    return F.pad(pad(sources), (0, 4)), pad(targets)
+
+
+def assert_close(a, b, tolerance=1e-9, message=""):
+    """Compare two tensors, or two lists or dicts of tensors; message introduces a failure."""
+    limits = dict(rtol=0, atol=tolerance, check_dtype=False)
+    torch.testing.assert_close(a, b, **limits, msg=lambda details: f"{message}\n{details}")
+
+
+REFERENCES = dict(seq2seq_lstm=seq2seq, bahdanau=rnnsearch, luong=luong, transformer=transformer)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_equations(name):
     """log p, alpha and gradients of a padded batch match the naive loops; so does stepping."""
     seed = MODELS.index(name)
-    (module, model), (src, tgt) = build(name, seed, dropout=0.5), random_batch(seed)
-    references = dict(seq2seq_lstm=seq2seq, bahdanau=rnnsearch, luong=luong)
-    reference = references.get(module.__name__, transformer)
+    module, model = build(name, seed, dropout=0.5)
+    src, tgt = random_batch(seed)
+    reference = REFERENCES[module.__name__]
+    disagrees = f"{reference.__name__}() in test_all.py disagrees with {name}"
     logits, alpha = model(src, tgt[:, :-1], need_alpha=True)
     weights = dict(model.named_parameters())
     p = {key.removesuffix(".weight"): weights[key].detach().requires_grad_() for key in weights}
     loss = 0
     for b in range(len(src)):
-        source, target = (x[b][x[b] != PAD].tolist() for x in (src, tgt))
+        source = src[b][src[b] != PAD].tolist()
+        target = tgt[b][tgt[b] != PAD].tolist()
         for i, (p_y, want_alpha) in enumerate(reference(p, source, target, model.cfg)):
-            assert_close(logits[b, i].softmax(0), p_y)
-            assert_close(alpha[b, i, : len(source)], want_alpha, 1e-7)
+            assert_close(logits[b, i].softmax(0), p_y, message=f"{disagrees}: p(y)")
+            assert_close(alpha[b, i, : len(source)], want_alpha, 1e-7, f"{disagrees}: alpha")
             loss -= p_y[target[i + 1]].log()
     grads = torch.autograd.grad(module.summed_loss(logits, tgt[:, 1:]), list(weights.values()))
     wanted = torch.autograd.grad(loss, list(p.values()), allow_unused=True)
     unused = [key for key, want in zip(p, wanted) if want is None]
-    assert not unused, f"the reference does not use {unused}"
-    assert_close(dict(zip(p, grads)), dict(zip(p, wanted)))
+    assert not unused, f"{reference.__name__}() in test_all.py does not use {unused}"
+    assert_close(dict(zip(p, grads)), dict(zip(p, wanted)), message=f"{disagrees}: gradients")
     assert not alpha.masked_select((src == PAD).unsqueeze(1)).any()
     with torch.inference_mode():
         assert_close(module.align(model.train(), src, tgt), alpha)  # without dropout
@@ -288,99 +311,19 @@ def test_equations(name):
             assert_close(one, logits[:, t])
 
 
-# ---- the papers' hyperparameters ----------------------------------------------------------------
-PAPERS = """
-seq2seq_lstm paper emb=1000 hidden=1000 layers=4 src_vocab=160000 tgt_vocab=80000 millions=384
-    reverse=True Optimizer=SGD momentum=0 weight_decay=0 lr=0.7 clip=5.0 loss_per=sentence
-    batch_sentences=128 dropout=0.0 smoothing=0.0 steps=703125 beam=12
-bahdanau paper emb=620 hidden=1000 attn=1000 maxout=500 src_vocab=30000 tgt_vocab=30000 max_len=50
-    Optimizer=Adadelta rho=0.95 eps=1e-06 weight_decay=0 lr=1.0 clip=1.0 loss_per=sentence
-    batch_sentences=80 dropout=0.0 smoothing=0.0 steps=288000
-luong paper emb=1000 hidden=1000 layers=4 src_vocab=50000 tgt_vocab=50000 max_len=50
-    attention=local-p score=general window=10 input_feeding=True replace_unk=True
-    Optimizer=SGD momentum=0 weight_decay=0 lr=1.0 clip=5.0 loss_per=sentence
-    batch_sentences=128 dropout=0.2 smoothing=0.0 steps=421875
-transformer paper d_model=512 d_ff=2048 heads=8 layers=6 share_vocab=True millions=63
-    Optimizer=Adam betas=(0.9,0.98) eps=1e-09 weight_decay=0 lr=1.0 clip=inf warmup=4000
-    cooldown=False dropout=0.1 smoothing=0.1 steps=100000 average=5 beam=4 length_penalty=0.6
-transformer medium d_model=128 d_ff=256 heads=4 layers=4 dropout=0.3 smoothing=0.1 average=10 beam=5
-"""
+# ---- the attention classes ----------------------------------------------------------------------
+ATTENTIONS = ["additive", "multi-head"] + [f"{score} {kind}" for score, kind in LUONG]
 
 
-@pytest.mark.parametrize("numbers", re.split(r"\n(?=\w)", PAPERS.strip()))
-def test_paper_numbers(numbers):
-    """Config.paper() and its optimizer use the paper's values, transformer medium Wu et al.'s."""
-    name, preset, *want = numbers.split()
-    cfg = getattr(script(name).Config, preset)()
-    with torch.device("meta"):
-        model = script(name).Model(cfg)
-    optimizer = script(name).make_optimizer(model, cfg)
-    found = optimizer.param_groups[0] | vars(cfg) | dict(Optimizer=type(optimizer).__name__)
-    found["millions"] = sum(p.numel() for p in model.parameters()) // 10**6  # table 3 says 65
-    fields = [entry.split("=")[0] for entry in want]
-    assert [f"{field}={found[field]}".replace(" ", "") for field in fields] == want
-
-
-INIT = dict(seq2seq_lstm=". uniform 0.08", luong=". uniform 0.1")
-INIT["bahdanau"] = "bias|v_a constant 0, _hh|cell.U orthogonal 1, _a normal 0.001, . normal 0.01"
-INIT["transformer"] = (
-    "E_ normal 0.125, bias constant 0, norm constant 1, O|2.w glorot 0.5, . glorot 1"
-)
-
-
-@scripts
-def test_initialization(name):
-    """Each parameter follows the first distribution whose pattern matches its name."""
-    module = script(name)
-    sizes = dict(d_model=64, layers=2) if name == "transformer" else dict(emb=30, hidden=40)
-    torch.manual_seed(0)
-    model = module.Model(module.Config.paper(src_vocab=300, tgt_vocab=200, **sizes))
-    rules = [rule.split() for rule in INIT[name].split(", ")]
-    for key, p in model.named_parameters():
-        law, size = next(rest for pattern, *rest in rules if re.search(pattern, key))
-        for W in p.split(p.size(-1)) if re.search("KV|_hh|cell.U", key) else [p]:
-            bound = float(size) * (math.sqrt(6 / sum(W.shape)) if law == "glorot" else 1)
-            if law in ("uniform", "glorot"):
-                assert abs(W.mean()) / 0.3 < bound >= W.abs().max() > 0.8 * bound, key
-            elif law == "normal":
-                assert W.std().item() == pytest.approx(bound, rel=0.25), key
-            elif law == "constant":
-                assert (bound == W).all(), key
-            else:
-                assert_close(W @ W.T, torch.eye(len(W)), 1e-5)
-
-
-# The steps, out of 750, after which each paper halves its learning rate:
-HALVED = dict(seq2seq_lstm=[500, 550, 600, 650, 700], bahdanau=[], luong=[500, 563, 625, 688])
-HALVED["luong without dropout"] = [375, 450, 525, 600, 675]
-
-
-@pytest.mark.parametrize("name", [*HALVED, "transformer"])
-def test_schedule(name):
-    """The paper's rate is halved or follows (3); the default warms up and decays linearly."""
-    module = script(name)
-    paper = module.Config.paper(steps=750, warmup=100, dropout=0.0 if "without" in name else 0.2)
-    default = module.Config(steps=750, warmup=100)
-    for n in range(1, 751):
-        if name == "transformer":
-            want = 512**-0.5 * min(n**-0.5, n * 100**-1.5)  # (3)
-            want_default = 96**-0.5 * min(n**-0.5, n * 100**-1.5) * (751 - n) / 750
-        else:
-            want = paper.lr * 0.5 ** sum(n > step for step in HALVED[name])
-            want_default = default.lr * min(n / 100, (751 - n) / 750)
-        assert module.learning_rate(paper, n) == pytest.approx(want)
-        assert module.learning_rate(default, n) == pytest.approx(want_default)
-
-
-@pytest.fixture(
-    params=product(["additive", "multi-head", *map(" ".join, LUONG)], range(3)), ids=str
-)
+@pytest.fixture(params=product(ATTENTIONS, range(3)), ids=str)
 def attention(request):
     """Module, keywords, query (B,T,H), source (B,S,H), and a mask that hides all of row 0."""
     name, seed = request.param
     torch.manual_seed(seed)
-    (B, T, S), H = random.Random(seed).sample(range(3, 9), 3), 9 * (seed + 1)
-    query, source = torch.randn(B, T, H).double(), torch.randn(B, S, H).double()
+    B, T, S = random.Random(seed).sample(range(3, 9), 3)
+    H = 9 * (seed + 1)
+    query = torch.randn(B, T, H).double()
+    source = torch.randn(B, S, H).double()
     mask = torch.arange(S) >= torch.tensor([0, S, *torch.randint(1, S, (B - 2,))]).unsqueeze(1)
     if name == "additive":
         module = bahdanau.AdditiveAttention(H, H - 1, 3)
@@ -396,7 +339,9 @@ def test_attention(attention):
     """Each query gives the same result and gradients on its own, with only the words it may see."""
     module, keywords, query, source, right = attention
     inputs = [*module.parameters(), query.requires_grad_(), source.requires_grad_()]
-    (B, S), T, keys = right.shape, query.size(1), module.keys(source)
+    B, S = right.shape
+    T = query.size(1)
+    keys = module.keys(source)
     masks = [None, right]
     if type(module).__name__ != "LuongAttention":  # it counts positions from the left
         masks += [right.flip(1), right[:, torch.randperm(S)]]
@@ -406,7 +351,7 @@ def test_attention(attention):
         results = [module(query, source, mask, keys=k, **keywords) for k in (None, keys)]
         if keywords:
             results.append((module(query, source, mask)[0], results[0][1]))  # the fused kernel
-        hidden = right & False if mask is None else mask
+        hidden = torch.zeros_like(right) if mask is None else mask
         hidden = hidden.view(len(hidden), -1, S).expand(B, T, S)
         want = [torch.zeros_like(x) for x in results[0]]
         for b, t in (~hidden.all(-1)).nonzero().tolist():
@@ -430,13 +375,16 @@ def test_attention_precision(attention, device):
     module, keywords, query, source, mask = attention
     exact, _ = module(query, source, mask, **keywords)
     for dtype in (torch.double, torch.float, None, torch.half, torch.bfloat16):  # None: autocast
-        stored, eps = dtype or torch.float, torch.finfo(dtype or torch.bfloat16).eps
-        q, h = (x.detach().to(device, stored).requires_grad_() for x in (query, source))
-        for options in [{}, keywords][: 1 + len(keywords)]:  # multi-head: fused, then with alpha
+        stored = dtype or torch.float
+        eps = torch.finfo(dtype or torch.bfloat16).eps
+        q = query.detach().to(device, stored).requires_grad_()
+        h = source.detach().to(device, stored).requires_grad_()
+        for options in [{}, keywords] if keywords else [{}]:  # multi-head: fused, then with alpha
             with torch.autocast(device, torch.bfloat16, enabled=dtype is None):
                 c, alpha = module.to(device, stored)(q, h, mask.to(device), **options)
             (grad,) = torch.autograd.grad(c.square().sum(), h)
-            assert grad.isfinite().all() and not grad[0].any() and not c[0].any()  # all masked
+            assert grad.isfinite().all()
+            assert not grad[0].any() and not c[0].any()  # all masked
             if getattr(module, "attention", None) != "local-p":  # rounding can move its window
                 assert_close(c.cpu(), exact, 16 * eps)
                 assert alpha is None or (alpha.double().sum(-1)[1:] - 1).abs().max() < 4 * eps
@@ -445,7 +393,8 @@ def test_attention_precision(attention, device):
 def test_decoder_layer_matches_torch_nn():
     """Causal self-attention, cross-attention, feed-forward network and norms match torch.nn's."""
     torch.manual_seed(0)
-    x, y = (torch.randn(3, n, 12).double() for n in (5, 7))
+    x = torch.randn(3, 5, 12).double()
+    y = torch.randn(3, 7, 12).double()
     padding = torch.arange(5) >= torch.tensor([[5], [3], [1]])
     future = torch.ones(3, 7, 7).triu(1).bool()
     cfg = script("transformer").Config(d_model=12, d_ff=20, heads=3)
@@ -459,24 +408,159 @@ def test_decoder_layer_matches_torch_nn():
     assert_close(got, theirs(y, x, tgt_mask=future[0], memory_key_padding_mask=padding))
 
 
+# ---- the papers' hyperparameters, initialization, schedules and dropout -------------------------
+PAPERS = {
+    ("seq2seq_lstm", "paper"): dict(  # sections 3.1 to 3.4
+        sizes=dict(emb=1000, hidden=1000, layers=4, millions=384),
+        text=dict(src_vocab=160000, tgt_vocab=80000, reverse=True),
+        optimizer=dict(Optimizer="SGD", momentum=0, weight_decay=0, lr=0.7, clip=5.0),
+        batches=dict(batch_sentences=128, loss_per="sentence", steps=703125),
+        regularization=dict(dropout=0.0, smoothing=0.0),
+        decoding=dict(beam=12),
+    ),
+    ("bahdanau", "paper"): dict(  # section 4, A.2.3, appendix B and table 2
+        sizes=dict(emb=620, hidden=1000, attn=1000, maxout=500),
+        text=dict(src_vocab=30000, tgt_vocab=30000, max_len=50),
+        optimizer=dict(Optimizer="Adadelta", rho=0.95, eps=1e-6, weight_decay=0, lr=1.0, clip=1.0),
+        batches=dict(batch_sentences=80, loss_per="sentence", steps=288000),
+        regularization=dict(dropout=0.0, smoothing=0.0),
+    ),
+    ("luong", "paper"): dict(  # section 4.1 and table 1
+        sizes=dict(emb=1000, hidden=1000, layers=4),
+        attention=dict(attention="local-p", score="general", window=10, input_feeding=True),
+        text=dict(src_vocab=50000, tgt_vocab=50000, max_len=50),
+        optimizer=dict(Optimizer="SGD", momentum=0, weight_decay=0, lr=1.0, clip=5.0),
+        batches=dict(batch_sentences=128, loss_per="sentence", steps=421875),
+        regularization=dict(dropout=0.2, smoothing=0.0),
+        decoding=dict(replace_unk=True),
+    ),
+    ("transformer", "paper"): dict(  # table 3, sections 5 and 6.1
+        sizes=dict(d_model=512, d_ff=2048, heads=8, layers=6, millions=63),  # table 3 says 65
+        text=dict(share_vocab=True),
+        optimizer=dict(Optimizer="Adam", betas=(0.9, 0.98), eps=1e-9, weight_decay=0),
+        schedule=dict(lr=1.0, warmup=4000, cooldown=False, clip=math.inf, steps=100000),
+        regularization=dict(dropout=0.1, smoothing=0.1),
+        decoding=dict(average=5, beam=4, length_penalty=0.6),
+    ),
+    ("transformer", "medium"): dict(  # Wu et al.
+        sizes=dict(d_model=128, d_ff=256, heads=4, layers=4),
+        regularization=dict(dropout=0.3, smoothing=0.1),
+        decoding=dict(average=10, beam=5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name, preset", PAPERS)
+def test_paper_numbers(name, preset):
+    """Config.paper() and its optimizer use the paper's values, transformer medium Wu et al.'s."""
+    cfg = getattr(script(name).Config, preset)()
+    with torch.device("meta"):
+        model = script(name).Model(cfg)
+    optimizer = script(name).make_optimizer(model, cfg)
+    found = optimizer.param_groups[0] | vars(cfg)
+    found["Optimizer"] = type(optimizer).__name__
+    found["millions"] = sum(p.numel() for p in model.parameters()) // 10**6
+    for group, want in PAPERS[name, preset].items():
+        assert {field: found[field] for field in want} == want, group
+
+
+# Pattern in the parameter's name, distribution, and its bound, standard deviation, value or gain:
+INIT = dict(
+    seq2seq_lstm=[(".", "uniform", 0.08)],
+    bahdanau=[
+        ("bias|v_a", "constant", 0),
+        ("_hh|cell.U", "orthogonal", 1),
+        ("_a", "normal", 0.001),
+        (".", "normal", 0.01),
+    ],
+    luong=[(".", "uniform", 0.1)],
+    transformer=[
+        ("E_", "normal", 0.125),
+        ("bias", "constant", 0),
+        ("norm", "constant", 1),
+        ("O|2.w", "glorot", 0.5),
+        (".", "glorot", 1),
+    ],
+)
+
+
+@scripts
+def test_initialization(name):
+    """Each parameter follows the first distribution whose pattern matches its name."""
+    module = script(name)
+    sizes = dict(d_model=64, layers=2) if name == "transformer" else dict(emb=30, hidden=40)
+    torch.manual_seed(0)
+    model = module.Model(module.Config.paper(src_vocab=300, tgt_vocab=200, **sizes))
+    for key, p in model.named_parameters():
+        matching = [rule for rule in INIT[name] if re.search(rule[0], key)]
+        _, law, size = matching[0]
+        for W in p.split(p.size(-1)) if re.search("KV|_hh|cell.U", key) else [p]:
+            if law in ("uniform", "glorot"):
+                bound = size * math.sqrt(6 / sum(W.shape)) if law == "glorot" else size
+                assert 0.8 * bound < W.abs().max() <= bound, key
+                assert abs(W.mean()) < 0.3 * bound, key
+            elif law == "normal":
+                assert W.std().item() == pytest.approx(size, rel=0.25), key
+            elif law == "constant":
+                assert W.eq(size).all(), key
+            else:
+                assert_close(W @ W.T, torch.eye(len(W)), 1e-5)
+
+
+# The steps, out of 750, after which each paper halves its learning rate:
+HALVED = {
+    "seq2seq_lstm": [500, 550, 600, 650, 700],
+    "bahdanau": [],
+    "luong": [500, 563, 625, 688],
+    "luong without dropout": [375, 450, 525, 600, 675],
+}
+
+
+@pytest.mark.parametrize("name", [*HALVED, "transformer"])
+def test_schedule(name):
+    """The paper's rate is halved or follows (3); the default warms up and decays linearly."""
+    module = script(name)
+    paper = module.Config.paper(steps=750, warmup=100, dropout=0.0 if "without" in name else 0.2)
+    default = module.Config(steps=750, warmup=100)
+    for n in range(1, 751):
+        if name == "transformer":
+            want = 512**-0.5 * min(n**-0.5, n * 100**-1.5)  # (3)
+            want_default = 96**-0.5 * min(n**-0.5, n * 100**-1.5) * (751 - n) / 750
+        else:
+            want = paper.lr * 0.5 ** sum(n > step for step in HALVED[name])
+            want_default = default.lr * min(n / 100, (751 - n) / 750)
+        assert module.learning_rate(paper, n) == pytest.approx(want)
+        assert module.learning_rate(default, n) == pytest.approx(want_default)
+
+
+LOCAL = "luong --attention local-p --input-feeding"  # its decoder takes one step at a time
+
+
 @pytest.mark.parametrize("name", [*SCRIPTS, LOCAL])
 def test_dropout(name):
     """Dropout is applied where the paper or the script's docstring says, and only in training."""
-    (_, model), (src, tgt) = build(name, dropout=0.5), random_batch(1)
+    _, model = build(name, dropout=0.5)
+    src, tgt = random_batch(1)
     dropped = []
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.register_forward_hook(lambda part, x, y: dropped.append(tuple(x[0].shape[1:])))
     noisy = model.train()(src, tgt[:, :-1])
-    S, T, E, H = src.size(1), tgt.size(1) - 1, *list(SCRIPTS[script(name).__name__].values())[:2]
-    steps = [(E + H,), (H,)] * T if "feeding" in name else [(T, E), (T, H)]
-    want = dict(bahdanau=[(S, E), (S, 2 * H), (T, E), (T, 4)])  # 2H: annotations, 4: maxout
-    want |= dict(transformer=[(S, E)] * 5 + [(T, E)] * 7)  # embeddings and sublayers
-    want = want.get(name, [(S, E), (S, H), *steps, (T, H)])  # inputs of layers and softmax
-    assert sorted(dropped) == sorted(want)
+    S, T = src.size(1), tgt.size(1) - 1
+    E, H = 6, 5  # as in SCRIPTS
+    lstm_inputs = [(S, E), (S, H), (T, E), (T, H), (T, H)]  # inputs of the layers and the softmax
+    wanted = {
+        "seq2seq_lstm": lstm_inputs,
+        "bahdanau": [(S, E), (S, 2 * H), (T, E), (T, 4)],  # 2H: annotations, 4: maxout
+        "luong": lstm_inputs,
+        "transformer": [(S, 8)] * 5 + [(T, 8)] * 7,  # embeddings and sublayers
+        LOCAL: [(S, E), (S, H), *[(E + H,), (H,)] * T, (T, H)],
+    }
+    assert sorted(dropped) == sorted(wanted[name])
     assert (noisy - model.eval()(src, tgt[:, :-1])).abs().max() > 1e-3
 
 
+# ---- decoding -----------------------------------------------------------------------------------
 def ranked(model, src, hypotheses, penalty):
     """Return the hypotheses by log p / ((5 + length) / 6)^penalty, best first."""
     tgt = pad([[BOS, *tokens] for tokens in hypotheses])
@@ -504,8 +588,14 @@ def test_beam(name, seed):
     """Beam search matches a naive one: greedy if K is 1, exhaustive if K exceeds all choices."""
     module, model = build(name, seed, 0.5 + 0.2 * seed, tgt_vocab=5, dropout=0.5)
     src = torch.tensor([[4, 5, 6, EOS], [7, EOS, PAD, PAD], [5, 8, EOS, PAD]])
-    searches = [([9, 12, 1], 1, 0.0), ([6, 4, 5], 2, 0.6), ([5, 6, 0], 3, 0.0), ([8, 4, 8], 3, 5.0)]
-    for limits, K, penalty in [*searches, ([3, 3, 3], 4**3, 2.0 * seed)]:
+    searches = [  # the maximum length of each translation, K, and the length penalty
+        ([9, 12, 1], 1, 0.0),
+        ([6, 4, 5], 2, 0.6),
+        ([5, 6, 0], 3, 0.0),
+        ([8, 4, 8], 3, 5.0),
+        ([3, 3, 3], 4**3, 2.0 * seed),
+    ]
+    for limits, K, penalty in searches:
         tokens = module.beam(model.train(), src, limits, K, penalty)  # without dropout
         for row, source, limit in zip(tokens, src, limits):
             want = naive_beam(model, source[None, source != PAD], limit, K, penalty)
@@ -541,6 +631,7 @@ def test_translate(K):
         module.translate(model, "w4 w5", vocabularies)
 
 
+# ---- training -----------------------------------------------------------------------------------
 @scripts
 @pytest.mark.parametrize("accumulate, per", [(1, "token"), (2, "sentence"), (9, "token")])
 @pytest.mark.parametrize("clip", [0, 0.1])
@@ -560,7 +651,9 @@ def test_train_step(name, accumulate, per, clip, monkeypatch):
         norm = torch.sqrt(sum(grad.square().sum() for grad in grads)).item()
         scale = min(1, clip / norm) if clip else 1
         want = [p - 0.1 / n * scale * grad for p, grad in zip(weights, grads)]
-        src, tgt = (F.pad(x, (0, 0, 0, n % 2)) for x in (src, tgt))  # a pair that is all padding
+        if n % 2:  # add a pair that is all padding
+            src = F.pad(src, (0, 0, 0, 1))
+            tgt = F.pad(tgt, (0, 0, 0, 1))
         assert step(src, tgt).item() == pytest.approx(losses.mean().item(), abs=1e-5)
         assert_close(weights, want, 1e-6)
 
@@ -570,9 +663,11 @@ def test_overfits_32_pairs(name):
     """Every model learns to reproduce 32 training pairs exactly."""
     pairs = data.toy(32, max_len=7)
     vocabularies = data.build_vocabularies(pairs)
-    recipe = dict(src_vocab=100, tgt_vocab=len(vocabularies[1]), smoothing=0.0, lr=0.03)
-    attention_only = dict(d_model=32, d_ff=64, warmup=30, lr=0.3)
-    recipe |= attention_only if name == "transformer" else dict(emb=48, hidden=48, init=0.3)
+    recipe = dict(src_vocab=100, tgt_vocab=len(vocabularies[1]), smoothing=0.0)
+    if name == "transformer":
+        recipe |= dict(d_model=32, d_ff=64, lr=0.3, warmup=30)
+    else:
+        recipe |= dict(emb=48, hidden=48, lr=0.03, init=0.3)
     module, model = build(name, 1, 0, **recipe)
     batch = [torch.from_numpy(x) for x in data.Bitext(pairs, vocabularies).batch(range(32))]
     step = module.make_train_step(model, model.cfg)
@@ -586,24 +681,17 @@ def test_overfits_32_pairs(name):
     assert result["ppl"] == pytest.approx(math.exp(result["loss"]))
 
 
-def test_structure():
-    """The code below the marker is identical in all scripts, and no script imports another."""
-    marker = "# ---- the same in every script from here on ----\n"
-    sources = [(HERE / f"{name}.py").read_text() for name in SCRIPTS]
-    (shared,) = {source.split(marker)[1] for source in sources}
-    models = [script(name).Model.__name__ for name in SCRIPTS]
-    assert not re.search("|".join([*SCRIPTS, *models]), shared)
-    assert not re.search(rf"^\s*(import|from) ({'|'.join(SCRIPTS)})\b", "\n".join(sources), re.M)
-
-
 # ---- data.py: the built-in corpus, vocabularies, batches, scores, pictures ----------------------
 def test_corpus():
     """The corpus is the one behind the results in docs/; splits are disjoint, links complete."""
-    train, valid, test = data.toy(5000), data.toy(500, split="valid"), data.toy(500, split="test")
+    train = data.toy(5000)
+    valid = data.toy(500, split="valid")
+    test = data.toy(500, split="test")
     text = repr([(source, target, sorted(gold)) for source, target, gold in train])
     assert zlib.crc32(text.encode()) == 2369573823
     for source, target, gold in train:
-        assert {j for _, j in gold} == set(range(len(target))) and max(gold)[0] < len(source)
+        assert {j for _, j in gold} == set(range(len(target)))
+        assert max(gold)[0] < len(source)
     sources = [{tuple(source) for source, _, _ in split} for split in (train, valid, test)]
     assert len(set.union(*sources)) == sum(map(len, sources))
     assert data.toy(50, seed=5) == data.toy(50, seed=5) != data.toy(50, seed=6)
@@ -618,7 +706,9 @@ def test_vocabularies():
     assert data.build_vocabularies(pairs, sizes=(5, 5))[0].words[4:] == ["a"]
     for vocabulary in data.build_vocabularies(pairs, share=True):
         assert vocabulary.words[4:] == ["a", "b", "x", "c", "y"]
-    assert doctest.testmod(data).failed == 0 < 5 < doctest.testmod(data).attempted
+    examples = doctest.testmod(data)
+    assert examples.failed == 0
+    assert examples.attempted > 5
 
 
 def test_batches():
@@ -627,7 +717,8 @@ def test_batches():
     bitext = data.Bitext(pairs, data.build_vocabularies(pairs))
     batches = list(islice(bitext.batches(600, 20, 1), 200))
     for src, tgt in batches:
-        assert src.size + tgt[:, 1:].size <= 600 and (tgt[:, 0] == BOS).all()
+        assert src.size + tgt[:, 1:].size <= 600
+        assert (tgt[:, 0] == BOS).all()
         for x in (src, tgt):  # PAD follows EOS and nothing else
             assert ((x == PAD) == (np.cumsum(x == EOS, 1) > (x == EOS))).all()
     assert max(len(src) for src, _ in batches) == 20
@@ -637,9 +728,12 @@ def test_batches():
     assert sorted(chain(*bitext.rows_by_length(2000))) == list(range(len(pairs)))
     bitext.batch = lambda rows, multiple: sorted(rows.tolist())  # row numbers instead of token ids
     stream = list(islice(bitext.batches(600, 20, 1), 600))
-    n = next(n for n in count() if sum(map(len, stream[:n])) == len(pairs))  # batches per epoch
-    assert sorted(chain(*stream[:n])) == sorted(chain(*stream[n : 2 * n])) == [*range(len(pairs))]
-    assert sum(rows in stream[:n] for rows in stream[n : 2 * n]) < 0.3 * n
+    n = 0  # batches per epoch
+    while sum(map(len, stream[:n])) < len(pairs):
+        n += 1
+    first, second = stream[:n], stream[n : 2 * n]
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(len(pairs)))
+    assert sum(rows in first for rows in second) < 0.3 * n
     for step in (1, n - 1, n, n + 5):  # seed and step alone determine a batch
         assert list(islice(bitext.batches(600, 20, 1, step), 5)) == stream[step : step + 5]
     assert list(islice(bitext.batches(600, 20, 2), n)) != stream[:n]
@@ -661,10 +755,13 @@ def test_bleu_and_aer():
     rows = {"1-10": hypotheses[:3], "11-20": hypotheses[3:5], "41-50": hypotheses[5:]}
     want = {key: data.bleu(row, ["abcd"] * len(row)) for key, row in rows.items()}
     assert data.scores(pairs, hypotheses)["bleu_by_length"] == want
-    gold, guess = {(0, 0), (1, 2), (2, 1)}, {(0, 0), (1, 1)}
-    assert (data.aer([gold], [gold]), data.aer([{(5, 5)}], [gold])) == (0, 1)
+    gold = {(0, 0), (1, 2), (2, 1)}
+    guess = {(0, 0), (1, 1)}
+    assert data.aer([gold], [gold]) == 0
+    assert data.aer([{(5, 5)}], [gold]) == 1
     assert data.aer([guess, gold], [gold, gold]) == pytest.approx(1 - 2 * 4 / (5 + 6))
-    assert data.bleu([], []) == data.aer([set()], [set()]) == 0
+    assert data.bleu([], []) == 0
+    assert data.aer([set()], [set()]) == 0
 
 
 def test_alignment_files(tmp_path):
@@ -684,7 +781,18 @@ def test_alignment_files(tmp_path):
     assert rows[3:6] == ["voiture ··▓▓", "  rouge ▓▓░░", "      . ░░░░"]
 
 
-# ---- the command line ---------------------------------------------------------------------------
+# ---- the structure of the scripts, and the README -----------------------------------------------
+def test_structure():
+    """The code below the marker is identical in all scripts, and no script imports another."""
+    marker = "# ---- the same in every script from here on ----\n"
+    sources = [(HERE / f"{name}.py").read_text() for name in SCRIPTS]
+    (shared,) = {source.split(marker)[1] for source in sources}
+    models = [script(name).Model.__name__ for name in SCRIPTS]
+    assert not re.search("|".join([*SCRIPTS, *models]), shared)
+    assert not re.search(rf"^\s*(import|from) ({'|'.join(SCRIPTS)})\b", "\n".join(sources), re.M)
+
+
+# The tests from here on run commands in a folder with text files and finished runs.
 TEXT = ["--train", "train.en", "train.fr", "--valid", "valid.en.gz", "valid.fr.gz"]
 PAIRS = data.toy(60, max_len=9)
 AVERAGED = "bahdanau --average 2"  # its checkpoints hold several sets of weights
@@ -732,20 +840,38 @@ def folder(tmp_path_factory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def test_readme(folder):
+    """The README's Python blocks run; the last one needs only the source of the classes."""
+    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
+    random.seed(1)
+    torch.manual_seed(1)
+    names = {}
+    exec(blocks[0], names)
+    assert ElementTree.parse("man.svg").getroot().tag.endswith("svg")
+    assert [alpha.shape[1] for alpha in names["alphas"]] == [7, 6]
+    exec(blocks[1], names)
+    best = names["alpha"][0, :-1].argmax(-1).flip(0)
+    assert (best == torch.arange(len(best))).double().mean() > 0.7  # the anti-diagonal
+    names = {}
+    multi_head_attention = script("transformer").MultiHeadAttention
+    classes = [bahdanau.AdditiveAttention, script("luong").LuongAttention, multi_head_attention]
+    head, *examples = re.split(r"^(?=attention = )", blocks[2], flags=re.M)
+    exec(head, names)
+    for cls, example in zip(classes, examples, strict=True):
+        exec(inspect.getsource(cls) + example, names)
+        assert not names["alpha"][1, ..., 3:].any()
+        assert names["alpha"].std(-1).all()  # not uniform
+    for options in (("concat", "local-p"), ("dot", "local-m"), ("location",)):
+        names["LuongAttention"](64, *options)(names["source"], names["source"], names["mask"])
+
+
+# ---- the command line ---------------------------------------------------------------------------
 def contents():
     return {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
 
 
 def read_log(out):
     return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
-
-
-def fingerprint(out):
-    """Return a hash of all weights, optimizer states, logs and links that a run saved."""
-    saved = [torch.load(Path(out, "last.pt")), torch.load(Path(out, "model.pt")), read_log(out)]
-    text = json.dumps(saved, default=torch.Tensor.tolist)  # floats keep all their digits
-    text = re.sub(r'"(seconds|tokens_per_second)": [^,}]+', "", text)
-    return hash(text + Path(out, "align.txt").read_text())
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "transformer --share-vocab", "luong --score location"])
@@ -758,10 +884,12 @@ def test_train_translate_align(name, folder):
     assert [x.rsplit(", ", 1)[0] for x in progress] == [want.format(**x) for x in validations]
     assert min(line["valid_loss"] for line in validations) == pytest.approx(result["loss"])
     scores = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}\n".format(**result)
-    assert "60 training pairs (3 skipped)" in stdout and scores in stdout
+    assert "60 training pairs (3 skipped)" in stdout
+    assert scores in stdout
     soft = np.load("new/align.npz")
     assert len(Path("new/align.txt").read_text().splitlines()) == len(soft["source"]) == 3
-    before, use = contents(), (name.split()[0], "--out", "new")
+    before = contents()
+    use = [name.split()[0], "--out", "new"]
     text = "\n".join(["", *(" ".join(source) for source, _, _ in PAIRS[:30]), ""]).encode()
     translations, _ = run(*use, "--translate", stdin=text)
     assert translations.split("\n")[:4] == ["", *soft["target"]]
@@ -775,11 +903,13 @@ def test_train_translate_align(name, folder):
 
 def test_built_in_corpus(folder, monkeypatch):
     """The default is the built-in corpus, and a new folder."""
-    monkeypatch.setattr(data, "toy", lambda n, toy=data.toy, **how: toy(n // 500 + 3, **how))
+    toy = data.toy
+    monkeypatch.setattr(data, "toy", lambda n, **options: toy(n // 500 + 3, **options))
     for out in ("runs/bahdanau-2", "runs/bahdanau-3"):
         stdout, _ = run(*small(text=[]), "--max-len", 8)
         assert f"all files are in {out}/" in stdout
-        assert "103 training pairs" in stdout and f"\n{data.EXAMPLE}\n" in stdout
+        assert "103 training pairs" in stdout
+        assert f"\n{data.EXAMPLE}\n" in stdout
         assert 0 <= read_log(out)[-1]["aer"] <= 1
 
 
@@ -794,7 +924,8 @@ def test_saved_weights(folder, monkeypatch):
     wanted = {"1": snapshots[1], "3/model.pt": mean, "3/last.pt": snapshots[3]}
     for path, want in wanted.items():
         model, _ = bahdanau.load(path, beam=3)
-        assert (model.training, model.cfg.beam) == (False, 3)
+        assert not model.training
+        assert model.cfg.beam == 3
         assert_close(model.state_dict(), want, 1e-6)
 
 
@@ -817,6 +948,27 @@ def test_flags():
     assert parser.parse_args(["--rate", "0.5"]).rate == 0.5  # although it has no comment
 
 
+def test_output(folder, monkeypatch):
+    """Every line is translated, in order; a terminal also shows alignments; `| head` is quiet."""
+    lines = [" ".join(PAIRS[k % 60][0]) if k % 7 else "" for k in range(4100)]  # in two chunks
+    model, vocabularies = bahdanau.load("runs/bahdanau")
+    want = [" ".join(x) for x in bahdanau.translate(model, lines, vocabularies)]
+    stdout, _ = run("bahdanau", "--translate", stdin="\n".join(lines).encode())
+    assert stdout.split("\n") == [*want, ""]
+    odd = b"\n".join([b"\xef\xbb\xbf" + lines[1].encode() + b" \r", b"\xff\xfe\0", b"", b"he x y"])
+    stdout, (warning,) = run("bahdanau", "--translate", stdin=odd)
+    first, _, empty, *rest = stdout.split("\n")
+    assert (first, empty, len(rest)) == (want[1], "", 2)
+    assert warning.startswith("3 unknown words: ")
+    monkeypatch.setattr(os, "isatty", lambda _: True)
+    stdout, errors = run("bahdanau", "--translate", stdin=b"\n\nhe x y")
+    assert errors == ["> > > 2 unknown words: x y", "> "]
+    assert stdout.count("from 0.05 ·") == 3
+    command = f"{sys.executable} {HERE}/bahdanau.py --align train.en train.fr | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+
+
 # ---- faults and --resume ------------------------------------------------------------------------
 FAULTS = {
     "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
@@ -829,7 +981,8 @@ FAULTS = {
 def faulty_main(fault, owner, function, number, *command):
     """Run a command, with a fault at the number-th call of owner.function."""
     owner = importlib.import_module(owner)
-    calls, real = count(1), getattr(owner, function)
+    calls = count(1)
+    real = getattr(owner, function)
 
     def faulty(*args, **kwargs):
         if next(calls) == number:
@@ -852,13 +1005,25 @@ def run_with_fault(*args):
     return process.exitcode, Path("stderr").read_text().splitlines()
 
 
+def fingerprint(out):
+    """Return a hash of all weights, optimizer states, logs and links that a run saved."""
+    saved = [torch.load(Path(out, "last.pt")), torch.load(Path(out, "model.pt")), read_log(out)]
+    text = json.dumps(saved, default=torch.Tensor.tolist)  # floats keep all their digits
+    text = re.sub(r'"(seconds|tokens_per_second)": [^,}]+', "", text)
+    return hash(text + Path(out, "align.txt").read_text())
+
+
 FAULTY_RUNS = [
     ("interrupt", AVERAGED, "bahdanau", "learning_rate", 2, 130, "interrupted.*--resume"),
     ("nan weights", AVERAGED, "bahdanau", "mean_loss", 2, 2, "step 8: loss is not finite"),
-    *(("full disk", AVERAGED, "data", "write", n, 2, r"not written \(File too") for n in (2, 4, 9)),
-    *(("kill", AVERAGED, "os", "replace", n, -9, "") for n in range(2, 12)),
-    *(("kill", name, name, "learning_rate", 6, -9, "") for name in SCRIPTS),
+    ("full disk", AVERAGED, "data", "write", 2, 2, r"not written \(File too"),
+    ("full disk", AVERAGED, "data", "write", 4, 2, r"not written \(File too"),
+    ("full disk", AVERAGED, "data", "write", 9, 2, r"not written \(File too"),
 ]
+for number in range(2, 12):  # killed before a written file is renamed
+    FAULTY_RUNS.append(("kill", AVERAGED, "os", "replace", number, -9, ""))
+for name in SCRIPTS:
+    FAULTY_RUNS.append(("kill", name, name, "learning_rate", 6, -9, ""))
 
 
 @pytest.mark.parametrize("fault, name, owner, function, number, status, message", FAULTY_RUNS)
@@ -866,7 +1031,8 @@ def test_faults(fault, name, owner, function, number, status, message, folder):
     """After a fault all files are intact, and --resume ends bit for bit like an unbroken run."""
     command = [*small(name), "--out", "new"]
     found, lines = run_with_fault(fault, owner, function, number, *command)
-    assert found == status and re.search(message, (lines or [""])[-1])
+    assert found == status
+    assert re.search(message, lines[-1] if lines else "")
     for path in Path("new").glob("*.pt"):
         torch.load(path)
     assert len(list(Path("new").glob("*.tmp"))) == (owner == "os")  # written, but not yet renamed
@@ -876,10 +1042,15 @@ def test_faults(fault, name, owner, function, number, status, message, folder):
 
 def test_bad_checkpoints(folder):
     """A damaged or outdated checkpoint is rejected, and code in it is not executed."""
-    files, sound = Path("runs/bahdanau"), torch.load("runs/bahdanau/last.pt")
-    half = (files / "model.pt").read_bytes()[:9999]
-    bad = [b"", half, b"cos\nmkdir\n(S'owned'\ntR."]  # a pickle that calls os.mkdir("owned")
-    bad += [{k: sound[k] for k in sound if k != key} for key in ("config", "script", "snapshots")]
+    files = Path("runs/bahdanau")
+    sound = torch.load(files / "last.pt")
+    bad = [
+        b"",
+        (files / "model.pt").read_bytes()[:9999],
+        b"cos\nmkdir\n(S'owned'\ntR.",  # a pickle that calls os.mkdir("owned")
+    ]
+    for missing in ("config", "script", "snapshots"):
+        bad.append({key: sound[key] for key in sound if key != missing})
     for change in (dict(unknown=1), dict(hidden=12), dict(tgt_vocab=9)):
         bad.append(sound | dict(config=sound["config"] | change))
     for content in bad:
@@ -916,82 +1087,63 @@ def test_torchrun_matches_one_process(folder):
         assert (x.get("step"), x["loss"]) == (y.get("step"), pytest.approx(y["loss"], abs=1e-4))
 
 
+# ---- user errors --------------------------------------------------------------------------------
 VALID = "--train train.en train.fr --valid"
-USER_ERRORS = f"""
-{VALID} train.en nowhere | nowhere: cannot be read // {VALID} empty empty | empty: the file is empty
-{VALID} train.en half.gz | half.gz: cannot be read // {VALID} train.en latin1 | latin1, line 2
-{VALID} train.en short | short: ends after line 1 // --train train.en train.fr | give both
-{VALID} train.en train.fr --min-count 99 | --min-count // --train long long --valid long long | 1 to
---out runs | runs: already exists // --resume --out nowhere | nowhere/last.pt: not found
---translate --out nowhere | nowhere: not found // --translate --hidden 12 | --hidden 10, not 12
---translate --out runs/luong | made by luong.py // --resume --out runs/luong | made by luong.py
---resume --hidden 12 | --hidden 10, not 12 // --resume --paper | --max-len 20
---resume --optimizer adadelta | --optimizer adam // --resume --min-count 2 | --min-count 1
---resume --share-vocab | --share-vocab False // --resume --max-len 50 | --max-len 20
---resume --steps 9 {VALID} train.en train.fr | trained on different text
---resume --steps 9 --train train.fr train.en --valid valid.en.gz valid.fr.gz | trained on d
---align train.en latin1 | latin1, line 2 // --medium --paper | not allowed // --beem 3 | --beem
---beam 0 | --beam 0: must be at least 1 // --max-len -1 | at least 0 // --optimizer x | invalid
---dropout -0.1 | at least 0 and below 1 // --dropout-out 1 | below 1 // --smoothing 1 | below 1
-luong --score location --attention local-p | --attention global // transformer --heads 5 | --heads 5
-"""
+SWAPPED = "--train train.fr train.en --valid valid.en.gz valid.fr.gz"
+USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of the error message
+    # text files
+    (f"{VALID} train.en nowhere", "nowhere: cannot be read"),
+    (f"{VALID} empty empty", "empty: the file is empty"),
+    (f"{VALID} train.en half.gz", "half.gz: cannot be read"),
+    (f"{VALID} train.en latin1", "latin1, line 2"),
+    (f"{VALID} train.en short", "short: ends after line 1"),
+    ("--train train.en train.fr", "give both"),
+    (f"{VALID} train.en train.fr --min-count 99", "--min-count 99: no word occurs that often"),
+    ("--train long long --valid long long", "long: no pair of 1 to 100 words"),
+    ("--align train.en latin1", "latin1, line 2"),
+    # run folders
+    ("--out runs", "runs: already exists"),
+    ("--resume --out nowhere", "nowhere/last.pt: not found"),
+    ("--translate --out nowhere", "nowhere: not found"),
+    ("--translate --out runs/luong", "made by luong.py"),
+    ("--resume --out runs/luong", "made by luong.py"),
+    # flags that contradict a saved model
+    ("--translate --hidden 12", "--hidden 10, not 12"),
+    ("--resume --hidden 12", "--hidden 10, not 12"),
+    ("--resume --paper", "--max-len 20, not 50"),
+    ("--resume --optimizer adadelta", "--optimizer adam, not adadelta"),
+    ("--resume --min-count 2", "--min-count 1, not 2"),
+    ("--resume --share-vocab", "--share-vocab False, not True"),
+    ("--resume --max-len 50", "--max-len 20, not 50"),
+    (f"--resume --steps 9 {VALID} train.en train.fr", "trained on different text"),
+    (f"--resume --steps 9 {SWAPPED}", "trained on different text"),
+    # unknown flags and values out of range
+    ("--medium --paper", "not allowed with argument"),
+    ("--beem 3", "unrecognized arguments: --beem"),
+    ("--beam 0", "--beam 0: must be at least 1"),
+    ("--max-len -1", "--max-len -1: must be at least 0"),
+    ("--optimizer x", "--optimizer: invalid choice"),
+    ("--dropout -0.1", "--dropout -0.1: must be at least 0 and below 1"),
+    ("--dropout-out 1", "--dropout-out 1.0: must be at least 0 and below 1"),
+    ("--smoothing 1", "--smoothing 1.0: must be at least 0 and below 1"),
+    ("luong --score location --attention local-p", "works only with --attention global"),
+    ("transformer --heads 5", "a multiple of --heads 5"),
+]
 
 
-@pytest.mark.parametrize("line", re.split(" // |\n", USER_ERRORS.strip()))
-def test_user_errors(line, folder):
+@pytest.mark.parametrize("flags, message", USER_ERRORS)
+def test_user_errors(flags, message, folder):
     """A user error is reported in one line, and nothing is written."""
-    args, message = line.split(" | ")
-    name = args.split()[0] if args[0] != "-" else "bahdanau"
-    files = dict(empty=b"", long=b"un " * 1001, short=b"un\n", latin1=b"un\n\xe9\n")
-    for file, content in files.items():
-        Path(file).write_bytes(content)
+    Path("empty").write_bytes(b"")
+    Path("long").write_bytes(b"un " * 1001)
+    Path("short").write_bytes(b"un\n")
+    Path("latin1").write_bytes(b"un\n\xe9\n")
     Path("half.gz").write_bytes(Path("valid.en.gz").read_bytes()[:-9])
     before = contents()
-    _, (error,) = run(name, *args.removeprefix(name).split(), allowed=[2])
+    command = f"bahdanau {flags}" if flags.startswith("-") else flags
+    _, (error,) = run(command, allowed=[2])
     assert message in error
     assert contents() == before
-
-
-def test_output(folder, monkeypatch):
-    """Every line is translated, in order; a terminal also shows alignments; `| head` is quiet."""
-    lines = [" ".join(PAIRS[k % 60][0]) if k % 7 else "" for k in range(4100)]  # in two chunks
-    model, vocabularies = bahdanau.load("runs/bahdanau")
-    want = [" ".join(x) for x in bahdanau.translate(model, lines, vocabularies)]
-    stdout, _ = run("bahdanau", "--translate", stdin="\n".join(lines).encode())
-    assert stdout.split("\n") == [*want, ""]
-    odd = b"\n".join([b"\xef\xbb\xbf" + lines[1].encode() + b" \r", b"\xff\xfe\0", b"", b"he x y"])
-    stdout, (warning,) = run("bahdanau", "--translate", stdin=odd)
-    first, _, empty, *rest = stdout.split("\n")
-    assert (first, empty, len(rest)) == (want[1], "", 2)
-    assert warning.startswith("3 unknown words: ")
-    monkeypatch.setattr(os, "isatty", lambda _: True)
-    stdout, errors = run("bahdanau", "--translate", stdin=b"\n\nhe x y")
-    assert errors == ["> > > 2 unknown words: x y", "> "]
-    assert stdout.count("from 0.05 ·") == 3
-    command = f"{sys.executable} {HERE}/bahdanau.py --align train.en train.fr | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
-
-
-def test_readme(folder):
-    """The README's Python blocks run; the last one needs only the source of the classes."""
-    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    random.seed(torch.manual_seed(1).initial_seed())
-    names = {}
-    exec(blocks[0], names)
-    assert ElementTree.parse("man.svg").getroot().tag.endswith("svg")
-    assert [alpha.shape[1] for alpha in names["alphas"]] == [7, 6]
-    exec(blocks[1], names)
-    best = names["alpha"][0, :-1].argmax(-1).flip(0)
-    assert (best == torch.arange(len(best))).double().mean() > 0.7  # the anti-diagonal
-    names, classes = {}, dict(bahdanau="Additive", luong="Luong", transformer="MultiHead")
-    head, *examples = re.split(r"^(?=attention = )", blocks[2], flags=re.M)
-    exec(head, names)
-    for (name, cls), example in zip(classes.items(), examples, strict=True):
-        exec(inspect.getsource(getattr(script(name), f"{cls}Attention")) + example, names)
-        assert not names["alpha"][1, ..., 3:].any() and names["alpha"].std(-1).all()  # not uniform
-    for options in (("concat", "local-p"), ("dot", "local-m"), ("location",)):
-        names["LuongAttention"](64, *options)(names["source"], names["source"], names["mask"])
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
@@ -1000,7 +1152,8 @@ def train_on(device, name, seed=0, **changes):
     sizes = {k: 8 * n if n > 2 else n for k, n in SCRIPTS[script(name).__name__].items()}
     sizes |= dict(dropout=0.3, steps=60, warmup=10)
     module, model = build(name, 0, 0, **sizes | changes)
-    step, losses = module.make_train_step(model.float().to(device), model.cfg), []
+    step = module.make_train_step(model.float().to(device), model.cfg)
+    losses = []
     for n in range(50):
         torch.manual_seed(seed + n)
         src, tgt = (x.to(device if n % 2 else "cpu") for x in random_batch(n * n % 7))
@@ -1012,6 +1165,12 @@ def decode_on_gpu(module, model):
     sources = [random_batch(n)[0].cuda() for n in range(8)]
     found = [module.greedy(model, src, 20).tolist() for src in sources]
     return found + [module.beam(model, src, 20, 3, 0.6).tolist() for src in sources]
+
+
+OPTIMIZERS = [
+    "bahdanau --optimizer adadelta --lr 1",
+    f"{LOCAL} --optimizer sgd --lr 0.5",
+]
 
 
 @cuda

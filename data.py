@@ -33,6 +33,7 @@ import random
 import re
 import sys
 import typing
+import zipfile
 import zlib
 from array import array
 from pathlib import Path
@@ -106,6 +107,9 @@ class Vocabulary:
 
     def __getitem__(self, word):
         return self.ids.get(word, UNK)
+
+    def __iter__(self):
+        return iter(self.words)
 
     def decode(self, ids):
         """The words of these token ids, without EOS and padding."""
@@ -423,10 +427,14 @@ def check(config):
 
 def saved_config(path, saved, Config, flags):
     """The Config of a checkpoint, updated with flags; rejects those that do not fit its weights."""
-    config = saved["config"]
     if saved["script"] != Path(inspect.getfile(Config)).stem:
         raise InputError(f"{path}: made by {saved['script']}.py; use that script")
     names = [field.name for field in dataclasses.fields(Config)]
+    removed = [name for name in saved["config"] if name not in names]
+    if removed:
+        flag = "--" + removed[0].replace("_", "-")
+        raise InputError(f"{path}: trained with {flag}, which this script no longer has")
+    config = vars(Config()) | saved["config"]  # a field added since takes its default
     for name in names[: names.index("lr")]:  # text, model and optimizer are fixed; the rest is not
         value = flags.get(name, config[name])
         unused = name in ("src_vocab", "tgt_vocab") and value > config[name]  # only a maximum
@@ -523,24 +531,29 @@ def write_log(out, log):  # one line per validation; the last line of a finished
     write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
 
-@contextlib.contextmanager
-def checkpoint_errors(path):
-    """Turns whatever a missing, damaged or outdated checkpoint raises into an InputError."""
+def read_checkpoint(path, load):
+    """What load, which is torch.load, returns; a missing or damaged file is a user error."""
     try:
-        yield
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip()  # compares checksums, which torch.load does not
+        if wrong:
+            raise zipfile.BadZipFile(f"wrong checksum of {wrong}")
+        saved = load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: not found; train a model first, or name another run") from None
-    except Exception as error:  # torch.load and load_state_dict raise many types
-        name = type(error).__name__
-        if name in ("InputError", "OutOfMemoryError") or not path.exists():
-            raise
-        reason = f"{name}: {error}".splitlines()[0]
-        raise InputError(f"{path}: damaged, or of another version ({reason}); retrain") from None
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file can raise many types
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(f"{path}: damaged ({reason}); restore the file, or train again") from None
+    if not isinstance(saved, dict) or "config" not in saved:
+        raise InputError(f"{path}: not a checkpoint of these scripts; name another file")
+    return saved
 
 
 @contextlib.contextmanager
-def one_line_errors():
-    """Turns user errors into one line on stderr and exit status 2."""
+def one_line_errors(out_of_memory):
+    """Turns user errors, and torch's class of out-of-memory errors, into one line and status 2."""
     if hasattr(sys.stdout, "reconfigure"):  # the same bytes on every system; not in notebooks
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")
     try:
@@ -551,24 +564,21 @@ def one_line_errors():
     except KeyboardInterrupt:
         warn("interrupted; if this was training, --resume continues from the last validation")
         sys.exit(130)
-    except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's class; torch is not imported here
-            error = "out of GPU memory; lower --batch-tokens (or --beam), or raise --accumulate"
-        elif not isinstance(error, (InputError, OSError)):
-            raise
+    except out_of_memory:
+        warn("out of GPU memory; lower --batch-tokens (or --beam), or raise --accumulate")
+        sys.exit(2)
+    except (InputError, OSError) as error:
         warn(error)
         sys.exit(2)
 
 
 def log_validation(bar, out, log, smoothing):
-    """Shows the last line of the log and writes log.jsonl; fails if the loss is not finite."""
+    """Writes log.jsonl and shows its last line."""
+    write_log(out, log)
     line = dict(log[-1], note="last batch, with label smoothing" if smoothing else "last batch")
-    if not math.isfinite(line["loss"] + line["valid_loss"]):
-        raise InputError(f"step {line['step']}: loss is not finite; --resume with a lower --lr")
     if RANK == 0:
         text = "step {step}, loss {loss:.3f} ({note}), valid {valid_loss:.3f}, {seconds:.0f} s"
         bar.write(text.format(**line), file=sys.stderr)
-    write_log(out, log)
 
 
 def format_scores(result):  # the scores of a test set in two lines
@@ -586,7 +596,7 @@ def report(out, log, result, pairs, alphas, gib):
     write_alignments(out / "align", pairs, alphas)
     print("", *map(" ".join, pairs[0]), "", heatmap(*pairs[0], alphas[0]), "", sep="\n")
     memory = f", {gib:.2f} GiB of GPU memory" if gib else ""
-    total = f"{result['seconds']:.0f} s in total; all files are in {out}/"
+    total = f"{result['seconds']:.0f} s for training and scoring; all files are in {out}/"
     print(format_scores(result), f"{speed:,.0f} tokens/s{memory}, {total}", sep="\n")
 
 

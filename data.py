@@ -39,6 +39,7 @@ from array import array
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -338,10 +339,12 @@ def write_alignments(path, pairs, alphas):
 def parse_args(Config, description, devices, argv=None):
     """Returns the parsed command line and the Config fields it sets (all, with a preset)."""
     script = Path(inspect.getfile(Config)).stem
+    title, *rest = description.splitlines()
+    commands = [line for line in rest if line.startswith("    python ")]
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,  # so that an error is one line
-        description=description.splitlines()[0],
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
+        description="\n".join([title, *commands]),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, 2, 30, 100),
         allow_abbrev=False,
     )
     files = dict(nargs=2, metavar=("SRC", "TGT"))
@@ -365,8 +368,8 @@ def parse_args(Config, description, devices, argv=None):
     existing = args.resume or args.translate or args.align or args.test
     if bool(args.train) != bool(args.valid):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
-    if args.out and args.out.exists() and not existing:
-        raise InputError(f"{args.out}: already exists; add --resume, or choose another --out")
+    if args.out and not existing:
+        check_new(args.out)
     if args.preset == Config.medium and args.device == "cpu" and not existing:
         warn("--medium can take a day on a CPU; for a few thousand pairs, leave it out")
     args.out = args.out or default_folder(script, existing)
@@ -376,8 +379,17 @@ def parse_args(Config, description, devices, argv=None):
 def default_folder(script, existing):
     """Of runs/script, runs/script-2, ... the last one that exists, or the first that does not."""
     folders = [Path("runs", f"{script}-{n}" if n > 1 else script) for n in range(1, 1000)]
-    new = next(n for n, folder in enumerate(folders) if not folder.exists())
+    new = next(n for n, folder in enumerate(folders) if is_new(folder))
     return folders[max(new - 1, 0) if existing else new]
+
+
+def is_new(folder):  # also if a run was stopped there before it wrote a file
+    return not folder.exists() or all(file.suffix == ".tmp" for file in folder.iterdir())
+
+
+def check_new(folder):
+    if folder.is_file() or not is_new(folder):
+        raise InputError(f"{folder}: already exists; add --resume, or choose another --out")
 
 
 def add_flags(parser, Config, presets):
@@ -407,6 +419,7 @@ def add_flags(parser, Config, presets):
 
 def check(config):
     """Rejects values that would train on nothing, give nonsense or end in a traceback."""
+    most = dict(beam=1000, seed=2**63 - 1)  # other integers: 10^9
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         flag = f"--{field.name.replace('_', '-')} {value}"
@@ -421,6 +434,10 @@ def check(config):
                 least = 0
             if value < least:
                 raise InputError(f"{flag}: must be at least {least}")
+            if value > most.get(field.name, 10**9):
+                raise InputError(f"{flag}: must be at most {most.get(field.name, 10**9):,}")
+        if field.type is float and not 0 <= value < math.inf:
+            raise InputError(f"{flag}: must be at least 0 and finite")
         if field.name in ("dropout", "dropout_out", "smoothing") and not 0 <= value < 1:
             raise InputError(f"{flag}: must be at least 0 and below 1")
 
@@ -445,19 +462,29 @@ def saved_config(path, saved, Config, flags):
     return Config(**config | flags)
 
 
+def check_files(*paths):
+    """Rejects pipes, such as <(zcat train.en.gz), because training reads its files repeatedly."""
+    for path in paths:
+        if Path(path).exists() and not Path(path).is_file():
+            raise InputError(f"{path}: not a regular file, but read repeatedly; write it to a file")
+
+
 class Corpus:
     """Training, validation and test pairs: from text files, or the built-in corpus."""
 
     def __init__(self, cfg, train, valid, saved):
         train, valid = (train, valid) if train else saved.get("files", (None, None))
+        check_files(*(train or ()), *(valid or ()))
         max_len = cfg.max_len or (100 if train else 30)
         if train:
             self.valid = self.test = list(read_pairs(*valid))
+            self.test_name = "validation set"
             self.examples = [source for source, _ in self.valid[:100]]
         else:
             built_in = toy(50000, max_len=max_len)
             self.valid = toy(500, max_len=max_len, split="valid")
             self.test = toy(1000, max_len=max_len, split="test")
+            self.test_name = "test set"
             self.examples = [EXAMPLE.split(), *(source for source, *_ in self.test[:99])]
 
         def training_pairs():  # called twice: to count words, then to encode them
@@ -496,15 +523,23 @@ class Corpus:
 
 def read_stdin(vocabulary):
     """Yields lists of up to 4,000 sentences, or of one in a terminal; reports unknown words."""
-    prompt = "> " if os.isatty(0) else ""
-    print(prompt, end="", file=sys.stderr, flush=True)
-    while lines := list(itertools.islice(sys.stdin.buffer, 1 if prompt else 4000)):
+    in_terminal = os.isatty(0)
+    size = f"the vocabulary has {len(vocabulary) - len(SPECIALS):,} words"
+    hint = f" ({size}; use lower case, and spaces around punctuation)" if in_terminal else ""
+    while True:
+        if in_terminal:
+            warn("> ", end="")
+        lines = list(itertools.islice(sys.stdin.buffer, 1 if in_terminal else 4000))
+        if not lines:
+            return
         sentences = [to_words(line.decode(errors="replace")) for line in lines]
+        if in_terminal and sentences == [[]]:
+            continue
         unknown = [word for sentence in sentences for word in sentence if word not in vocabulary]
         if unknown:
-            warn(f"{len(unknown):,} unknown words: {' '.join(unknown[:10])}")
+            noun = "word" if len(unknown) == 1 else "words"
+            warn(f"{len(unknown):,} unknown {noun}: {' '.join(unknown[:10])}{hint}")
         yield sentences
-        print(prompt, end="", file=sys.stderr, flush=True)
 
 
 def write(path, content, save=None):
@@ -515,16 +550,22 @@ def write(path, content, save=None):
         buffer = io.BytesIO()
         save(content, buffer)
         content = buffer.getbuffer()
+    temporary = Path(f"{path}.{os.getpid()}.tmp")  # two processes may resume the same run
     try:
-        Path(f"{path}.tmp").write_bytes(content)
-        os.replace(f"{path}.tmp", path)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
     except OSError as error:
-        Path(f"{path}.tmp").unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise InputError(f"{path}: not written ({error.strerror}); old files are kept") from None
 
 
-def warn(message):
-    print(message, file=sys.stderr, flush=True)
+def warn(message, end="\n"):
+    """Writes a line to stderr. If nobody can read it, training and translating go on."""
+    try:
+        tqdm.write(str(message), file=sys.stderr, end=end)  # above a progress bar
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def write_log(out, log):  # one line per validation; the last line of a finished run is its result
@@ -572,23 +613,23 @@ def one_line_errors(out_of_memory):
         sys.exit(2)
 
 
-def log_validation(bar, out, log, smoothing):
+def log_validation(out, log, smoothing):
     """Writes log.jsonl and shows its last line."""
     write_log(out, log)
     line = dict(log[-1], note="last batch, with label smoothing" if smoothing else "last batch")
     if RANK == 0:
         text = "step {step}, loss {loss:.3f} ({note}), valid {valid_loss:.3f}, {seconds:.0f} s"
-        bar.write(text.format(**line), file=sys.stderr)
+        warn(text.format(**line))
 
 
-def format_scores(result):  # the scores of a test set in two lines
-    text = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}"
-    text += "" if result["aer"] is None else ", AER {aer:.3f}"
+def format_scores(result, text):  # the scores of a text in two lines
+    scores = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}"
+    scores += "" if result["aer"] is None else ", AER {aer:.3f}"
     lengths = ", ".join(f"{k}: {v:.1f}" for k, v in result["bleu_by_length"].items())
-    return f"{text.format(**result)}\nBLEU by source length: {lengths}"
+    return f"{text}: {scores.format(**result)}\nBLEU by source length: {lengths}"
 
 
-def report(out, log, result, pairs, alphas, gib):
+def report(out, log, result, text, pairs, alphas, gib):
     """Writes the result and the alignments of a finished run, and prints a summary."""
     speed = log[-1]["tokens"] / log[-1]["seconds"]
     result = dict(final=True, **result, tokens_per_second=speed, gpu_memory_gib=gib)
@@ -597,7 +638,7 @@ def report(out, log, result, pairs, alphas, gib):
     print("", *map(" ".join, pairs[0]), "", heatmap(*pairs[0], alphas[0]), "", sep="\n")
     memory = f", {gib:.2f} GiB of GPU memory" if gib else ""
     total = f"{result['seconds']:.0f} s for training and scoring; all files are in {out}/"
-    print(format_scores(result), f"{speed:,.0f} tokens/s{memory}, {total}", sep="\n")
+    print(format_scores(result, text), f"{speed:,.0f} tokens/s{memory}, {total}", sep="\n")
 
 
 # ---- 5. the built-in corpus, a grammar of English and French: not needed for your own text -------

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "numpy", "tqdm"]
 # ///
 """Transformer: encoder self-attention, causal decoder self-attention, and cross-attention.
@@ -29,6 +29,7 @@ Deviations from the paper
   vocabularies and no dropout.
 """
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -531,7 +532,7 @@ def train(out, corpus, model, optimizer, log, snapshots, start):
             data.write(out / "model.pt", dict(about, model=mean), torch.save)
         checkpoint = dict(about, log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
         data.write(out / "last.pt", checkpoint, torch.save)
-        data.log_validation(bar, out, log, cfg.smoothing)  # last, because stderr may be closed
+        data.log_validation(out, log, cfg.smoothing)
     return log
 
 
@@ -548,8 +549,12 @@ def train_command(args, flags, device):
         model.load_state_dict(snapshots[-1])
         optimizer.load_state_dict(saved["optimizer"])
     if RANK == 0:
-        args.out.mkdir(parents=True, exist_ok=args.resume)
-        print(f"{corpus}; {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
+        if not args.resume:
+            data.check_new(args.out)  # again: another process may have just started
+        args.out.mkdir(parents=True, exist_ok=True)
+        parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}"
+        with contextlib.suppress(BrokenPipeError):  # training goes on if nobody reads this
+            print(f"{corpus}; {parameters}", flush=True)
     start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
     log = train(args.out, corpus, model, optimizer, log, snapshots, start)
     del saved, snapshots, optimizer  # frees GPU memory
@@ -559,14 +564,16 @@ def train_command(args, flags, device):
         pairs = list(zip(corpus.examples, translate(model, corpus.examples, vocabularies)))
         alphas = alignments(model, pairs, vocabularies)
         result |= dict(seed=model.cfg.seed, seconds=time.perf_counter() - start)
-        data.report(args.out, log, result, pairs, alphas, torch.cuda.max_memory_reserved() / 2**30)
+        gib = torch.cuda.max_memory_reserved() / 2**30
+        data.report(args.out, log, result, corpus.test_name, pairs, alphas, gib)
 
 
 def inference_command(args, flags, device):
     """--test prints scores; --align and --translate print one line per input line."""
     model, vocabularies = load(args.out, device, **flags)
     if args.test:
-        print(data.format_scores(evaluate(model, list(data.read_pairs(*args.test)), vocabularies)))
+        result = evaluate(model, list(data.read_pairs(*args.test)), vocabularies)
+        print(data.format_scores(result, f"{args.out} on {args.test[1]}"))
     elif args.align:
         pairs = data.read_pairs(*args.align)
         while chunk := list(itertools.islice(pairs, 4000)):

@@ -102,7 +102,7 @@ class Captioner(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.encoder = Encoder(cfg)
-        self.E = nn.Embedding(len(VOCABULARY.words), cfg.emb)
+        self.E = nn.Embedding(len(VOCABULARY), cfg.emb)
         self.attention = AdditiveAttention(cfg.hidden, cfg.features, cfg.attn)  # f_att
         self.f_beta = nn.Linear(cfg.hidden, 1)
         self.f_init_h = nn.Linear(cfg.features, cfg.hidden)
@@ -110,7 +110,7 @@ class Captioner(nn.Module):
         self.cell = nn.LSTMCell(cfg.emb + cfg.features, cfg.hidden)
         self.L_h = nn.Linear(cfg.hidden, cfg.emb)
         self.L_z = nn.Linear(cfg.features, cfg.emb, bias=False)
-        self.L_o = nn.Linear(cfg.emb, len(VOCABULARY.words))
+        self.L_o = nn.Linear(cfg.emb, len(VOCABULARY))
 
     def encode(self, images):
         a = self.encoder(images)
@@ -331,7 +331,7 @@ def main():
     """The command line: trains, prints the scores as lines of JSON, then describes an image."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.splitlines()[0])
     data.add_flags(parser, Config, presets={})
-    with data.one_line_errors():
+    with data.one_line_errors(torch.OutOfMemoryError):
         cfg = Config(**vars(parser.parse_args()))
         data.check(cfg)
     valid = make_scenes(500, "valid")

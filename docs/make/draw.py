@@ -212,7 +212,7 @@ def train(script, pairs):
     corpus = data.Corpus(cfg, train=None, valid=None, saved={})  # the built-in corpus
     torch.manual_seed(cfg.seed)
     model = script.Model(script.dataclasses.replace(cfg, **corpus.sizes))
-    step = script.make_train_step(model, model.cfg)
+    train_step = script.make_train_step(model, model.cfg)
     steps = [n for n in RECORDED if n < cfg.steps] + [cfg.steps]
     frames = []
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed)
@@ -226,7 +226,7 @@ def train(script, pairs):
         if n == cfg.steps:
             return steps, frames
         torch.manual_seed(hash((cfg.seed, 0, n + 1)))  # as in script.train
-        step(*map(torch.from_numpy, batch))
+        train_step(*map(torch.from_numpy, batch))
 
 
 def as_text(alpha):

@@ -6,6 +6,7 @@ too few such sentences to learn this from, so this file adds 4,000. It is used b
 """
 
 import dataclasses
+import time
 import zlib
 
 import torch
@@ -76,7 +77,8 @@ def train(out):
     out.mkdir(parents=True)
     print(corpus, flush=True)
     optimizer = transformer.make_optimizer(model, cfg)
-    transformer.train(out, corpus, model, optimizer, log=[], snapshots=[])
+    start = time.perf_counter()
+    transformer.train(out, corpus, model, optimizer, log=[], snapshots=[], start=start)
 
 
 def translate(model, vocabularies, source, other=None, heads=()):
@@ -94,7 +96,7 @@ def translate(model, vocabularies, source, other=None, heads=()):
             if layer == len(weights):
                 alpha[0, head, it] = other[layer, head, it]
         weights.append(alpha[0])
-        V = attention.keys(x).transpose(1, 3)[:, :, 1]  # (1,h,S,d_k)
+        V = attention.KV(x).transpose(1, 3)[:, :, 1]  # (1,h,S,d_k)
         return attention.W_O((alpha @ V).transpose(1, 2).flatten(2)), None
 
     hooks = [layer.self_attention.register_forward_hook(attend) for layer in model.encoder]

@@ -436,10 +436,10 @@ def check(config):
                 raise InputError(f"{flag}: must be at least {least}")
             if value > most.get(field.name, 10**9):
                 raise InputError(f"{flag}: must be at most {most.get(field.name, 10**9):,}")
-        if field.type is float and not 0 <= value < math.inf:
-            raise InputError(f"{flag}: must be at least 0 and finite")
         if field.name in ("dropout", "dropout_out", "smoothing") and not 0 <= value < 1:
             raise InputError(f"{flag}: must be at least 0 and below 1")
+        if field.type is float and not 0 <= value < math.inf:
+            raise InputError(f"{flag}: must be at least 0 and finite")
 
 
 def saved_config(path, saved, Config, flags):

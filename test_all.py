@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -874,7 +873,7 @@ def test_readme(folder):
     torch.manual_seed(1)
     names = {}
     exec(blocks[0], names)
-    assert ElementTree.parse("man.svg").getroot().tag.endswith("svg")
+    assert ElementTree.fromstring(names["svg"]).tag.endswith("svg")
     assert [alpha.shape[1] for alpha in names["alphas"]] == [7, 6]
     exec(blocks[1], names)
     best = names["alpha"][0, :-1].argmax(-1).flip(0)
@@ -890,6 +889,53 @@ def test_readme(folder):
         assert names["alpha"].std(-1).all()  # not uniform
     for options in (("concat", "local-p"), ("dot", "local-m"), ("location",)):
         names["LuongAttention"](64, *options)(names["source"], names["source"], names["mask"])
+
+
+class Mean(nn.Module):
+    """A model of another project: a GRU that starts from the mean of the source embeddings."""
+
+    def __init__(self, V, H):
+        super().__init__()
+        self.E = nn.Embedding(V, H)
+        self.cell = nn.GRUCell(H, H)
+
+    def encode(self, src):
+        return (self.E(src).mean(1),)
+
+    def init_state(self, memory, max_len):
+        return memory
+
+    def step(self, y, state, memory):
+        h = self.cell(self.E(y), state[0])
+        return h @ self.E.weight.T, (h,)
+
+    def reorder(self, state, rows):
+        return (state[0][rows],)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
+def test_decoding_another_model(device):
+    """greedy and beam need only the four calls in the README."""
+    torch.manual_seed(0)
+    model = Mean(14, 32).to(device)
+    src = torch.randint(4, 14, (3, 5), device=device)
+    text = (HERE / "README.md").read_text()
+    (calls,) = re.findall(r"```python\n(memory = .*?)```", text, re.S)
+    names = dict(model=model, src=src, max_len=20, y=src[:, 0], rows=torch.tensor([2, 0]))
+    exec(calls, names)
+    assert names["logits"].shape == (3, 14)
+    assert names["state"][0].shape == (2, 32)
+    found = bahdanau.greedy(model.train(), src, 20)
+    assert not model.training
+    assert len(bahdanau.beam(model, src, 20, 5)) == 3
+    if device == "cpu":  # a GPU decodes in bf16
+        for source, row in zip(src, found):
+            want = [BOS]
+            state = memory = model.encode(source[None])
+            while len(want) <= 20 and want[-1] != EOS:
+                logits, state = model.step(torch.tensor(want[-1:]), state, memory)
+                want.append(1 + logits[0, 1:].argmax().item())
+            assert [BOS, *row[row != PAD].tolist()] == want
 
 
 # ---- the command line ---------------------------------------------------------------------------
@@ -912,7 +958,7 @@ def test_train_translate_align(name, folder):
     assert min(line["valid_loss"] for line in validations) == pytest.approx(result["loss"])
     scores = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}\n".format(**result)
     assert "60 training pairs (3 skipped)" in stdout
-    assert scores in stdout
+    assert f"\nvalidation set: {scores}" in stdout
     soft = np.load("new/align.npz")
     assert len(Path("new/align.txt").read_text().splitlines()) == len(soft["source"]) == 3
     before = contents()
@@ -924,7 +970,7 @@ def test_train_translate_align(name, folder):
     model, vocabularies = script(name).load("new")
     alphas = script(name).alignments(model, PAIRS, vocabularies)
     assert stdout.splitlines()[:-3] == [data.pharaoh(alpha) for alpha in alphas]
-    assert scores in run(*use, "--test", *TEXT[4:])[0]
+    assert f"new on valid.fr.gz: {scores}" in run(*use, "--test", *TEXT[4:])[0]
     assert contents() == before
 
 
@@ -966,6 +1012,7 @@ def test_flags():
     """Every field of Config is a flag with a help text; a type that cannot be a flag is named."""
     for name in SCRIPTS:
         text, _ = run(name, "--help")
+        assert text.count(f"    python {name}.py") == 2  # the two commands of the docstring
         for field in dataclasses.fields(script(name).Config):
             flag = rf"^  --{field.name.replace('_', '-')}\b"
             assert re.search(rf"{flag}[^[]*\w+\s+\w+[^[]* \[{field.default}\W", text, re.M), flag
@@ -973,6 +1020,12 @@ def test_flags():
     with pytest.raises(TypeError, match="Config.sizes: use int, float, str, bool"):
         data.add_flags(parser, NewFields, {})
     assert parser.parse_args(["--rate", "0.5"]).rate == 0.5  # although it has no comment
+
+
+def shell(command, **options):
+    """Run a shell command in which `bahdanau` is the script; return the finished process."""
+    command = command.replace("bahdanau", f"{sys.executable} {HERE}/bahdanau.py --device cpu", 1)
+    return subprocess.run(command, shell=True, capture_output=True, text=True, **options)
 
 
 def test_output(folder, monkeypatch):
@@ -988,11 +1041,11 @@ def test_output(folder, monkeypatch):
     assert (first, empty, len(rest)) == (want[1], "", 2)
     assert warning.startswith("3 unknown words: ")
     monkeypatch.setattr(os, "isatty", lambda _: True)
-    stdout, errors = run("bahdanau", "--translate", stdin=b"\n\nhe x y")
-    assert errors == ["> > > 2 unknown words: x y", "> "]
-    assert stdout.count("from 0.05 ·") == 3
-    command = f"{sys.executable} {HERE}/bahdanau.py --align train.en train.fr | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    stdout, errors = run("bahdanau", "--translate", stdin=b"\n\nhe x\nhe")
+    assert len(errors) == 2  # empty lines are skipped
+    assert re.match(r"> > > 1 unknown word: x \(the vocabulary has \d+ words; use low", errors[0])
+    assert stdout.count("from 0.05 ·") == 2
+    done = shell("bahdanau --align train.en train.fr | head -1")
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
@@ -1001,8 +1054,14 @@ FAULTS = {
     "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
     "interrupt": lambda *_: signal.default_int_handler(signal.SIGINT, None),
     "nan weights": lambda model, *_: next(model.parameters()).data.fill_(math.nan),
-    "full disk": lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)),
+    "full disk": lambda *_: limit_file_size(300),
 }
+
+
+def limit_file_size(size):
+    import resource  # here, because Windows does not have it
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def faulty_main(fault, owner, function, number, *command):
@@ -1065,6 +1124,41 @@ def test_faults(fault, name, owner, function, number, status, message, folder):
     assert len(list(Path("new").glob("*.tmp"))) == (owner == "os")  # written, but not yet renamed
     run(*command, "--resume")
     assert fingerprint("new") == fingerprint(f"runs/{name}")
+
+
+def test_stopped_before_first_checkpoint(folder):
+    """A run that was killed before it saved anything can be started again with the same command."""
+    command = [*small(), "--out", "new"]
+    assert run_with_fault("kill", "os", "replace", 1, *command)[0] == -9
+    assert [path.suffix for path in Path("new").iterdir()] == [".tmp"]
+    _, (error,) = run(*command, "--resume", allowed=[2])
+    assert "new/last.pt: not found" in error
+    run(*command)
+    assert fingerprint("new") == fingerprint("runs/bahdanau")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_unwritable_stderr(folder):
+    """Training and translating finish even if stderr, or its reader, is gone."""
+    train = " ".join(map(str, small()))
+    for out, redirection in (("full", "2> /dev/full"), ("head", "2>&1 | head -1")):
+        done = shell(f"{train} --out {out} {redirection}")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert fingerprint(out) == fingerprint("runs/bahdanau")
+    done = shell("bahdanau --translate 2> /dev/full", input="he x y\n" * 3)
+    assert (done.returncode, done.stdout.count("\n")) == (0, 3)
+
+
+def test_two_processes_resume(folder):
+    """Two processes that resume the same run do not disturb each other."""
+    command = [*small(), "--out", "new"]
+    assert run_with_fault("kill", "bahdanau", "learning_rate", 6, *command)[0] == -9
+    resume = [sys.executable, HERE / "bahdanau.py", "--resume", "--out", "new", "--device", "cpu"]
+    processes = [subprocess.Popen(resume, stderr=subprocess.PIPE) for _ in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors.decode()
+    assert fingerprint("new") == fingerprint("runs/bahdanau")
 
 
 def test_damaged_checkpoints(folder):
@@ -1143,6 +1237,7 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     (f"{VALID} train.en half.gz", "half.gz: cannot be read"),
     (f"{VALID} train.en latin1", "latin1, line 2"),
     (f"{VALID} train.en short", "short: ends after line 1"),
+    (f"{VALID} train.en {os.devnull}", "not a regular file, but read repeatedly"),
     ("--train train.en train.fr", "give both"),
     (f"{VALID} train.en train.fr --min-count 99", "--min-count 99: no word occurs that often"),
     ("--train long long --valid long long", "long: no pair of 1 to 100 words"),
@@ -1167,6 +1262,14 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     ("--medium --paper", "not allowed with argument"),
     ("--beem 3", "unrecognized arguments: --beem"),
     ("--beam 0", "--beam 0: must be at least 1"),
+    ("--beam 100000", "--beam 100000: must be at most 1,000"),
+    ("--hidden 100000000000000000000", "must be at most 1,000,000,000"),
+    ("--lr nan", "--lr nan: must be at least 0 and finite"),
+    ("--lr -1", "--lr -1.0: must be at least 0 and finite"),
+    ("--resume --lr -1", "--lr -1.0: must be at least 0 and finite"),
+    ("--init -1", "--init -1.0: must be at least 0 and finite"),
+    ("transformer --clip inf", "--clip inf: must be at least 0 and finite"),
+    ("transformer --length-penalty inf", "--length-penalty inf: must be at least 0 and finite"),
     ("--max-len -1", "--max-len -1: must be at least 0"),
     ("--optimizer x", "--optimizer: invalid choice"),
     ("--dropout -0.1", "--dropout -0.1: must be at least 0 and below 1"),

@@ -520,7 +520,7 @@ def train_command(args, flags, device):
         pairs = list(zip(corpus.examples, translate(model, corpus.examples, vocabularies)))
         alphas = alignments(model, pairs, vocabularies)
         result |= dict(seed=model.cfg.seed, seconds=time.perf_counter() - start)
-        gib = torch.cuda.max_memory_reserved() / 2**30
+        gib = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0
         data.report(args.out, log, result, corpus.test_name, pairs, alphas, gib)
 
 

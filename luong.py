@@ -14,7 +14,7 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
     h~_t = tanh(W_c [c_t ; h_t])               with the context c_t = sum_s a_t(s) hbar_s       (5)
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                        (6)
 
-    python luong.py                            built-in corpus: BLEU 97, AER 0.04, 2 min on 2 cores
+    python luong.py                            built-in corpus: BLEU 97, AER 0.03, 2 min on 2 cores
     python luong.py --medium --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 Deviations from the paper
 - s counts from 1 to S in sentence order, EOS included; the authors' code leaves EOS out. p_t is a
@@ -244,7 +244,7 @@ class Config:
     lr: float = 0.006          # learning rate
     warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
     clip: float = 1.0          # maximum gradient norm (0: no clipping)
-    dropout: float = 0.2       # dropout rate of LSTM and softmax inputs
+    dropout: float = 0.1       # dropout rate of LSTM and softmax inputs
     smoothing: float = 0.1     # label smoothing; none in the paper
     loss_per: typing.Literal["token", "sentence"] = "token"  # what the loss is averaged over
     batch_tokens: int = 1024   # maximum source + target tokens per batch, padding included
@@ -282,8 +282,9 @@ class Config:
         best = dict(attention="local-p", input_feeding=True, beam=10, replace_unk=True)
         recipe = dict(optimizer="sgd", lr=1.0, clip=5.0, smoothing=0.0, loss_per="sentence")
         batches = dict(batch_sentences=128, batch_tokens=14000, max_len=50, eval_every=5000)
-        steps = 421875 if overrides.get("dropout", 0.2) else 351562  # 12 epochs, or 10
-        return cls(**sizes | best | recipe | batches | dict(steps=steps, compile=True) | overrides)
+        overrides = dict(dropout=0.2, compile=True) | overrides
+        steps = 421875 if overrides["dropout"] else 351562  # 12 epochs, or 10 without dropout
+        return cls(**sizes | best | recipe | batches | dict(steps=steps) | overrides)
 
 
 def make_optimizer(model, cfg):
@@ -571,7 +572,7 @@ def train_command(args, flags, device):
         pairs = list(zip(corpus.examples, translate(model, corpus.examples, vocabularies)))
         alphas = alignments(model, pairs, vocabularies)
         result |= dict(seed=model.cfg.seed, seconds=time.perf_counter() - start)
-        gib = torch.cuda.max_memory_reserved() / 2**30
+        gib = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0
         data.report(args.out, log, result, corpus.test_name, pairs, alphas, gib)
 
 

@@ -161,7 +161,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(p)
 
     def positional_encoding(self, pos):  # positions (n,) -> (n,d_model), section 3.5
-        dtype = torch.promote_types(self.E_y.weight.dtype, torch.float)  # bf16 is exact up to 256
+        dtype = torch.promote_types(self.E_y.weight.dtype, torch.float)  # bf16 rounds pos > 256
         two_i = torch.arange(0, self.cfg.d_model, 2, dtype=dtype, device=pos.device)
         angle = pos.unsqueeze(1) / 10000 ** (two_i / self.cfg.d_model)
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(1).to(self.E_y.weight.dtype)
@@ -174,11 +174,12 @@ class Transformer(nn.Module):
         return torch.zeros_like(mask, dtype=self.E_y.weight.dtype).masked_fill(mask, -torch.inf)
 
     def encode(self, src):
+        mask = src == PAD  # (B,S)
         x = self.embed(self.E_x, src, torch.arange(src.size(1), device=src.device))  # (B,S,d_model)
         for layer in self.encoder:
-            x = layer(x, src == PAD)
-        mask = src == PAD
-        padding = self.bias(mask & ~mask.all(1, keepdim=True))[:, None, None]  # (B,1,1,S)
+            x = layer(x, mask)
+        mask = mask & ~mask.all(1, keepdim=True)  # a row that is all padding would give NaN
+        padding = self.bias(mask)[:, None, None]  # (B,1,1,S)
         return *(layer.cross_attention.KV(x) for layer in self.decoder), padding
 
     def init_state(self, memory, max_len):  # t = 0, and empty caches for K and V of max_len words
@@ -564,7 +565,7 @@ def train_command(args, flags, device):
         pairs = list(zip(corpus.examples, translate(model, corpus.examples, vocabularies)))
         alphas = alignments(model, pairs, vocabularies)
         result |= dict(seed=model.cfg.seed, seconds=time.perf_counter() - start)
-        gib = torch.cuda.max_memory_reserved() / 2**30
+        gib = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0
         data.report(args.out, log, result, corpus.test_name, pairs, alphas, gib)
 
 

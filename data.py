@@ -2,7 +2,7 @@
 
 >>> import data
 >>> pairs = [("i see a cat".split(), "je vois un chat".split()), (["a", "cat"], ["un", "chat"])]
->>> source, target = data.build_vocabularies(pairs)  # pairs may come from data.read_pairs
+>>> source, target = data.build_vocabularies(pairs)  # your text: list(data.read_pairs(en, fr))
 >>> source.words  # token id -> word, the most frequent words first
 ['<pad>', '<s>', '</s>', '<unk>', 'a', 'cat', 'i', 'see']
 >>> bitext = data.Bitext(pairs, (source, target))
@@ -29,6 +29,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import sys
@@ -176,7 +177,7 @@ class Bitext:
         """Batches of row numbers that cover each row once, longest first."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        max_rows = max_tokens // 32  # because translations may be longer than their sources
+        max_rows = max_tokens // 32  # because a short source can get a long translation
         cuts = batch_boundaries(longest[order], max_tokens, max_rows)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
@@ -311,15 +312,15 @@ def svg(source, target, alpha):
     width, height = left + 22 * len(source) + 12, top + 22 * len(target) + 12
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">']
     parts += ["<style>text{fill:#6e7781;font:15px monospace}rect{fill:#2f7fd6}</style>"]
-    for j, word in enumerate(source):
-        position = f"translate({left + 22 * j + 15},{top - 6}) rotate(-90)"
+    for column, word in enumerate(source):
+        position = f"translate({left + 22 * column + 15},{top - 6}) rotate(-90)"
         parts.append(f'<text transform="{position}">{html.escape(word)}</text>')
-    for i, word in enumerate(target):
-        y = top + 22 * i
+    for row, word in enumerate(target):
+        y = top + 22 * row
         label = f'<text x="{left - 6}" y="{y + 15}" text-anchor="end">{html.escape(word)}</text>'
         parts.append(label)
-        for j, (other, weight) in enumerate(zip(source, alpha[i])):
-            cell = f'x="{left + 22 * j}" y="{y}" opacity="{0.07 + 0.93 * weight:.2f}"'
+        for column, (other, weight) in enumerate(zip(source, alpha[row])):
+            cell = f'x="{left + 22 * column}" y="{y}" opacity="{0.07 + 0.93 * weight:.2f}"'
             title = f"<title>{html.escape(f'{other} {word}')} {weight:.2f}</title>"
             parts.append(f'<rect {cell} width="21" height="21">{title}</rect>')
     return "\n".join([*parts, "</svg>\n"])
@@ -370,17 +371,19 @@ def parse_args(Config, description, devices, argv=None):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
     if args.out and not existing:
         check_new(args.out)
-    if args.preset == Config.medium and args.device == "cpu" and not existing:
-        warn("--medium can take a day on a CPU; for a few thousand pairs, leave it out")
+    if args.preset == Config.medium and args.device == "cpu" and not existing and RANK == 0:
+        to_stderr("--medium can take a day on a CPU; for a few thousand pairs, leave it out")
     args.out = args.out or default_folder(script, existing)
     return args, vars(args.preset(**flags)) if args.preset else flags
 
 
 def default_folder(script, existing):
-    """Of runs/script, runs/script-2, ... the last one that exists, or the first that does not."""
-    folders = [Path("runs", f"{script}-{n}" if n > 1 else script) for n in range(1, 1000)]
-    new = next(n for n, folder in enumerate(folders) if is_new(folder))
-    return folders[max(new - 1, 0) if existing else new]
+    """Of runs/script, runs/script-2, ... the last one that exists, or the one after it."""
+    folders = [Path("runs", f"{script}-{n}" if n > 1 else script) for n in range(1, 10000)]
+    used = [n for n, folder in enumerate(folders) if not is_new(folder)]
+    if existing:
+        return folders[used[-1] if used else 0]
+    return folders[used[-1] + 1 if used else 0]
 
 
 def is_new(folder):  # also if a run was stopped there before it wrote a file
@@ -450,16 +453,17 @@ def saved_config(path, saved, Config, flags):
     removed = [name for name in saved["config"] if name not in names]
     if removed:
         flag = "--" + removed[0].replace("_", "-")
-        raise InputError(f"{path}: trained with {flag}, which this script no longer has")
+        raise InputError(f"{path}: trained with {flag}, which this script does not have; add it")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
+    fixed = {}
     for name in names[: names.index("lr")]:  # text, model and optimizer are fixed; the rest is not
         value = flags.get(name, config[name])
         unused = name in ("src_vocab", "tgt_vocab") and value > config[name]  # only a maximum
         if value != config[name] and not unused:
             flag = f"--{name.replace('_', '-')} {config[name]}, not {value}"
             raise InputError(f"{path}: trained with {flag}; leave out the flag, or its preset")
-        flags = flags | {name: config[name]}
-    return Config(**config | flags)
+        fixed[name] = config[name]
+    return Config(**config | flags | fixed)
 
 
 def check_files(*paths):
@@ -508,8 +512,9 @@ class Corpus:
         checksum = zlib.crc32(b"".join([*self.train.tokens, valid_words]))
         if checksum != saved.get("checksum", checksum):
             raise InputError("--resume: trained on different text; pass that, or start a new run")
-        if any(line["step"] >= cfg.steps for line in saved.get("log", [])):
-            warn("--resume: nothing left to train; raise --steps to train longer")
+        log = saved.get("log", [])
+        if log and log[-1]["step"] >= cfg.steps and RANK == 0:
+            to_stderr("--resume: nothing left to train; raise --steps to train longer")
         words = [vocabulary.words for vocabulary in self.vocabularies]
         self.about = dict(files=(train, valid), vocabularies=words, checksum=checksum)
         self.sizes = dict(src_vocab=len(words[0]), tgt_vocab=len(words[1]))
@@ -524,11 +529,11 @@ class Corpus:
 def read_stdin(vocabulary):
     """Yields lists of up to 4,000 sentences, or of one in a terminal; reports unknown words."""
     in_terminal = os.isatty(0)
-    size = f"the vocabulary has {len(vocabulary) - len(SPECIALS):,} words"
-    hint = f" ({size}; use lower case, and spaces around punctuation)" if in_terminal else ""
+    hint = f" (the vocabulary has {len(vocabulary):,} words, in lower case if its text was; "
+    hint += "put spaces around punctuation)"
     while True:
         if in_terminal:
-            warn("> ", end="")
+            to_stderr("> ", end="")
         lines = list(itertools.islice(sys.stdin.buffer, 1 if in_terminal else 4000))
         if not lines:
             return
@@ -538,7 +543,8 @@ def read_stdin(vocabulary):
         unknown = [word for sentence in sentences for word in sentence if word not in vocabulary]
         if unknown:
             noun = "word" if len(unknown) == 1 else "words"
-            warn(f"{len(unknown):,} unknown {noun}: {' '.join(unknown[:10])}{hint}")
+            message = f"{len(unknown):,} unknown {noun}: {' '.join(unknown[:10])}"
+            to_stderr(message + hint if in_terminal else message)
         yield sentences
 
 
@@ -559,8 +565,10 @@ def write(path, content, save=None):
         raise InputError(f"{path}: not written ({error.strerror}); old files are kept") from None
 
 
-def warn(message, end="\n"):
-    """Writes a line to stderr. If nobody can read it, training and translating go on."""
+def to_stderr(message, end="\n"):
+    """Writes a line to stderr. If that is not possible, training and translating go on."""
+    if sys.stderr is None:  # closed by the caller
+        return
     try:
         tqdm.write(str(message), file=sys.stderr, end=end)  # above a progress bar
         sys.stderr.flush()
@@ -577,17 +585,17 @@ def read_checkpoint(path, load):
     try:
         with zipfile.ZipFile(path) as archive:
             wrong = archive.testzip()  # compares checksums, which torch.load does not
-        if wrong:
-            raise zipfile.BadZipFile(f"wrong checksum of {wrong}")
-        saved = load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: not found; train a model first, or name another run") from None
-    except OSError:
-        raise
-    except Exception as error:  # a damaged file can raise many types
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"{path}: damaged ({reason}); restore the file, or train again") from None
-    if not isinstance(saved, dict) or "config" not in saved:
+    except zipfile.BadZipFile as error:
+        wrong = error
+    if wrong:
+        raise InputError(f"{path}: damaged ({wrong}); restore the file, or train again")
+    try:
+        saved = load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError):  # not only weights, or another kind of archive
+        saved = None
+    if not isinstance(saved, dict) or not {"script", "config", "vocabularies"} <= saved.keys():
         raise InputError(f"{path}: not a checkpoint of these scripts; name another file")
     return saved
 
@@ -603,13 +611,13 @@ def one_line_errors(out_of_memory):
     except BrokenPipeError:  # stdout was closed, as by `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except KeyboardInterrupt:
-        warn("interrupted; if this was training, --resume continues from the last validation")
+        to_stderr("interrupted; if this was training, --resume continues from the last validation")
         sys.exit(130)
     except out_of_memory:
-        warn("out of GPU memory; lower --batch-tokens (or --beam), or raise --accumulate")
+        to_stderr("out of GPU memory; lower --batch-tokens (or --beam), or raise --accumulate")
         sys.exit(2)
     except (InputError, OSError) as error:
-        warn(error)
+        to_stderr(error)
         sys.exit(2)
 
 
@@ -619,7 +627,7 @@ def log_validation(out, log, smoothing):
     line = dict(log[-1], note="last batch, with label smoothing" if smoothing else "last batch")
     if RANK == 0:
         text = "step {step}, loss {loss:.3f} ({note}), valid {valid_loss:.3f}, {seconds:.0f} s"
-        warn(text.format(**line))
+        to_stderr(text.format(**line))
 
 
 def format_scores(result, text):  # the scores of a text in two lines

@@ -28,7 +28,8 @@ Deviations from the paper
 - Translations have 0 to n + 50 words for n source words. A finished hypothesis leaves the beam,
   which shrinks. The authors' code allows 0.5n to 1.5n words and always extends K hypotheses.
 - Single models only: the paper's BLEU 23.0 is an ensemble's. --steps stands for 12 epochs (10
-  without dropout). bf16 on CUDA. Without --paper: smaller, Adam, label smoothing, global attention.
+  without dropout). bf16 on CUDA. Without --paper: smaller, Adam, label smoothing, global
+  attention; without --medium also no input feeding.
 """
 
 import contextlib
@@ -64,7 +65,7 @@ class LuongAttention(nn.Module):
         assert score in ("dot", "general", "concat", "location"), f"unknown score {score}"
         assert attention in ("global", "local-m", "local-p"), f"unknown attention {attention}"
         self.score = score
-        self.attention = attention
+        self.kind = attention
         self.D = window
         if score == "general":
             self.W_a = nn.Linear(hidden, hidden, bias=False)
@@ -94,7 +95,7 @@ class LuongAttention(nn.Module):
         return h_t @ keys.mT  # dot, general
 
     def center(self, h_t, S, t):  # p_t of the window (B,T,1), for sources of S words (B,1,1)
-        if self.attention == "local-p":
+        if self.kind == "local-p":
             return S * torch.sigmoid(self.v_p(torch.tanh(self.W_p(h_t))))  # eq. (9)
         t = t + torch.arange(h_t.size(1), device=h_t.device)
         return torch.minimum(t.unsqueeze(1), S)  # local-m: p_t = t; past the end, S
@@ -107,14 +108,14 @@ class LuongAttention(nn.Module):
         assert mask.dtype == torch.bool and mask.shape == h_bar.shape[:2], "mask must be bool (B,S)"
         e = self.scores(h_t, self.keys(h_bar) if keys is None else keys)
         outside = mask.unsqueeze(1)  # (B,1,S)
-        if self.attention != "global":
+        if self.kind != "global":
             S = (~mask).sum(1).float().view(-1, 1, 1)  # source lengths, assuming right padding
             s = torch.arange(1, mask.size(1) + 1, device=mask.device)
             p_t = self.center(h_t, S, t)
             outside = outside | ((s - p_t).abs() > self.D)
         a_t = e.masked_fill(outside, -torch.inf).softmax(-1)  # eq. (7)   (B,T,S)
         a_t = a_t.masked_fill(outside, 0)  # 0, not NaN, if the whole source is masked
-        if self.attention == "local-p":  # float32 like p_t; the weights no longer sum to 1
+        if self.kind == "local-p":  # float32 like p_t; the weights no longer sum to 1
             a_t = a_t * torch.exp(-((s - p_t) ** 2) / (2 * (self.D / 2) ** 2))  # eq. (10)
         return a_t.to(h_bar.dtype) @ h_bar, a_t  # (B,T,H), (B,T,S)
 
@@ -181,8 +182,8 @@ class LuongNMT(nn.Module):
         y = self.E_y(tgt_in)  # (B,T,E)
         if self.cfg.input_feeding:  # each step needs h~ of the previous one
             steps = []
-            for y_t in y.unbind(1):
-                state, a_t = self.advance(y_t, state, memory)
+            for previous in y.unbind(1):  # y_{t-1}
+                state, a_t = self.advance(previous, state, memory)
                 steps.append((state[2], a_t))
             h_tilde, a_t = (torch.stack(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,S)
         else:
@@ -199,8 +200,8 @@ class DeepLSTM(nn.Module):
     def __init__(self, size, hidden, layers, dropout):
         super().__init__()
         sizes = [size] + [hidden] * (layers - 1)
-        layers = (nn.LSTM(n, hidden, bias=False, batch_first=True) for n in sizes)
-        self.layers = nn.ModuleList(layers)
+        lstms = [nn.LSTM(n, hidden, bias=False, batch_first=True) for n in sizes]
+        self.layers = nn.ModuleList(lstms)
         self.drop = nn.Dropout(dropout)  # not nn.LSTM's dropout, which CUDA graphs cannot record
 
     def forward(self, x, h, c):  # x (B,T,E), initial h and c (L,B,H)
@@ -225,7 +226,7 @@ class Config:
 
     # fmt: off
     # text
-    src_vocab: int = 30000     # source vocabulary size; less frequent words become <unk>
+    src_vocab: int = 30000     # source vocabulary size; rarer words become <unk>
     tgt_vocab: int = 30000     # target vocabulary size
     share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
     min_count: int = 1         # words that occur fewer than N times become <unk>
@@ -295,7 +296,7 @@ def make_optimizer(model, cfg):
 
 
 def learning_rate(cfg, update):
-    """SGD: halved every epoch after 8 of 12 (5 of 10 without dropout), 4.1. Adam: linear decay."""
+    """SGD: halved every epoch after 8 of 12 (no dropout: 5 of 10). Adam: warm-up, linear decay."""
     if cfg.optimizer == "adam":
         return cfg.lr * min(update / cfg.warmup, max(1 - (update - 1) / cfg.steps, 0))
     epochs, constant = (12, 8) if cfg.dropout else (10, 5)
@@ -322,8 +323,8 @@ def make_train_step(model, cfg, optimizer=None):
     def forward_backward(src, tgt, scale):
         net = bf16_copy(model.train())  # on CUDA; elsewhere net is the model itself
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
-        loss.backward()  # adds to p.grad
-        move_gradients(net, model)
+        loss.backward()
+        move_gradients(net, model)  # on CUDA, to p.grad
         return loss.detach()
 
     if on_gpu:  # with --compile, the first call compiles, which cannot be recorded
@@ -331,7 +332,8 @@ def make_train_step(model, cfg, optimizer=None):
 
     def train_step(src, tgt):
         tokens = (tgt[:, 1:] != PAD).sum()
-        count = tokens if cfg.loss_per == "token" else (tgt[:, 0] != PAD).sum()  # sentences
+        sentences = (tgt[:, 0] != PAD).sum()  # a pair that is all padding does not count
+        count = tokens if cfg.loss_per == "token" else sentences
         scale = (1 / count).to(device)
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
@@ -360,7 +362,7 @@ def summed_loss(logits, y, smoothing=0.0):
     return F.cross_entropy(logits, y.flatten(), **options)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def greedy(model, src, max_len):
     """Greedy decoding: token ids (B,T), PAD after EOS. Leaves the model in eval mode."""
     net = bf16_copy(model.eval())  # on CUDA; elsewhere net is the model itself
@@ -372,7 +374,7 @@ def greedy(model, src, max_len):
     ended = torch.zeros_like(y, dtype=torch.bool)
     out = [y]
     for t in range(int(limit.max())):
-        if t % 8 == 0 and (ended | (t >= limit)).all():  # not always: .all() waits for the GPU
+        if t % 8 == 0 and (ended | (t >= limit)).all():  # every 8 steps: .all() waits for the GPU
             break
         logits, state = step(y, state, memory)
         y = logits[:, 1:].argmax(-1) + 1  # never PAD, which is token 0
@@ -385,7 +387,7 @@ def greedy(model, src, max_len):
     return out[:, : int((out != PAD).sum(1).max())]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
     """Beam search; ranks by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
@@ -404,7 +406,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     def extend(y, score, ended, *state):  # every hypothesis by one word
         logits, state = net.step(y, state, memory)
         y, rows, score = best_extensions(logits, score, ended)
-        return y, rows, score, *net.reorder(state, rows)  # memory is the same for all K rows
+        return y, rows, score, *net.reorder(state, rows)  # a sentence's K rows share their memory
 
     if src.is_cuda:
         extend = graphed(extend, src.device)  # recorded at the first call, then replayed
@@ -415,19 +417,19 @@ def beam(model, src, max_len, K, penalty=0.0):
         y, rows, score, *state = extend(y, score, ended, *state)
         out = torch.cat([out[rows], y.unsqueeze(1)], 1)
     out = out.unflatten(0, (B, K))  # (B,K,T)
-    rank = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
+    normalized = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1) & score.isfinite()
-    excluded = finished.any(1, keepdim=True) & ~finished  # the unfinished, if any has finished
-    out = out[torch.arange(B), rank.masked_fill(excluded, -torch.inf).argmax(1)]
+    excluded = finished.any(1, keepdim=True) & ~finished  # unfinished ones win only if none has
+    out = out[torch.arange(B), normalized.masked_fill(excluded, -torch.inf).argmax(1)]
     return out[:, : int((out != PAD).sum(1).max())]
 
 
 def best_extensions(logits, score, ended):
-    """The best K one-word extensions of each sentence's K hypotheses: words, rows, log p (B,K)."""
+    """Extends the K hypotheses of each sentence: words (BK,), rows (BK,) and log p (B,K)."""
     B, K = score.shape
     log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
     logits[:, PAD] = -torch.inf  # never predict padding
-    words = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): no other word can be chosen
+    words = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): K of each row are enough
     total = score.view(-1, 1) + log_p.gather(1, words)
     total = total.masked_fill(ended.unsqueeze(1), -torch.inf)
     total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # keeps its place
@@ -505,6 +507,8 @@ def load(path, device="cpu", **flags):
     path = Path(path, "model.pt") if Path(path).is_dir() else Path(path)
     saved = data.read_checkpoint(path, torch.load)
     model = Model(data.saved_config(path, saved, Config, flags)).to(device)
+    if not saved.get("model", saved.get("snapshots")):
+        raise data.InputError(f"{path}: has no weights yet; --resume this run")
     model.load_state_dict(saved.get("model") or saved["snapshots"][-1])
     return model.eval(), [data.Vocabulary(words) for words in saved["vocabularies"]]
 
@@ -535,7 +539,7 @@ def train(out, corpus, model, optimizer, log, snapshots, start):
         log = [*log, dict(line, seconds=time.perf_counter() - start)]
         snapshot = {key: x.to("cpu", copy=True) for key, x in model.state_dict().items()}
         snapshots = [*snapshots, snapshot][-cfg.average :]
-        if cfg.average > 1 or valid_loss == min(line["valid_loss"] for line in log):
+        if cfg.average > 1 or valid_loss == min(entry["valid_loss"] for entry in log):
             mean = {key: sum(s[key] for s in snapshots) / len(snapshots) for key in snapshots[0]}
             data.write(out / "model.pt", dict(about, model=mean), torch.save)
         checkpoint = dict(about, log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
@@ -546,8 +550,9 @@ def train(out, corpus, model, optimizer, log, snapshots, start):
 
 def train_command(args, flags, device):
     """Trains a new run or resumes one, then scores the model and draws alignments."""
-    saved = data.read_checkpoint(args.out / "last.pt", torch.load) if args.resume else {}
-    cfg = data.saved_config(args.out, saved, Config, flags) if args.resume else Config(**flags)
+    last = args.out / "last.pt"
+    saved = data.read_checkpoint(last, torch.load) if args.resume else {}
+    cfg = data.saved_config(last, saved, Config, flags) if args.resume else Config(**flags)
     corpus = data.Corpus(cfg, args.train, args.valid, saved)
     torch.manual_seed(cfg.seed)
     model = Model(dataclasses.replace(cfg, **corpus.sizes)).to(device)
@@ -565,7 +570,7 @@ def train_command(args, flags, device):
             print(f"{corpus}; {parameters}", flush=True)
     start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
     log = train(args.out, corpus, model, optimizer, log, snapshots, start)
-    del saved, snapshots, optimizer  # frees GPU memory
+    del model, optimizer  # frees GPU memory
     if RANK == 0:
         model, vocabularies = load(args.out, device, **flags)
         result = evaluate(model, corpus.test, vocabularies)
@@ -597,7 +602,7 @@ def inference_command(args, flags, device):
 
 def main(argv=None):
     """The command line. User errors print one line and exit with status 2."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less memory
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less waste
     torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
     has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
     with data.one_line_errors(torch.OutOfMemoryError):
@@ -608,6 +613,8 @@ def main(argv=None):
             dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         command = inference_command if args.translate or args.align or args.test else train_command
         command(args, flags, torch.device(args.device))
+        if WORLD_SIZE > 1:
+            dist.destroy_process_group()
 
 
 # ---- speed: what follows changes only rounding and the time it takes; skip it at first ----
@@ -621,7 +628,7 @@ def bf16_copy(model):
     if not next(model.parameters()).is_cuda:
         return model
     if "bf16" not in model.__dict__:
-        with torch.inference_mode(False):  # so that the copy can be trained even if greedy made it
+        with torch.inference_mode(False):  # so that the copy can be trained wherever it is made
             net = copy.deepcopy(model).half()  # .bfloat16() would not flatten RNN weights for cuDNN
         for p in net.parameters():
             p.data = p.data.view(torch.bfloat16)  # meaningless values until the copy below
@@ -634,17 +641,18 @@ def move_gradients(net, model):
     """Adds the bf16 gradients of net to the float32 gradients of the model it is a copy of."""
     if net is not model:
         for p, q in zip(model.parameters(), net.parameters()):
-            p.grad.add_(q.grad)
+            if q.grad is not None:  # None if the parameter is frozen
+                p.grad.add_(q.grad)
         net.zero_grad()
 
 
 def compile_parts(net):
     """Compiles the modules listed in COMPILED and the loss; returns the compiled loss."""
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # nothing a user can change
-    inductor = torch._inductor.config.triton  # a private setting, which may be missing
+    inductor = torch._inductor.config.triton  # private settings, which may be missing
     if hasattr(inductor, "mix_order_reduction"):
         inductor.mix_order_reduction = False  # LayerNorm: training is 8% faster on an H200
-    shapes = torch.fx.experimental._config  # another one
+    shapes = torch.fx.experimental._config
     if hasattr(shapes, "use_duck_shape"):
         shapes.use_duck_shape = False  # 6% faster if the first batch has S = T
     for part in net.modules():
@@ -654,7 +662,7 @@ def compile_parts(net):
 
 
 def recorded_step(net, memory):
-    """net.step as a CUDA graph, which is recorded at the first call and replayed at the others."""
+    """net.step for this memory as a CUDA graph, recorded at the first call and then replayed."""
 
     def flat_step(y, *state):  # graphed takes tensors
         logits, state = net.step(y, state, memory)
@@ -662,7 +670,7 @@ def recorded_step(net, memory):
 
     replay = graphed(flat_step, next(net.parameters()).device)
 
-    def step(y, state, memory):
+    def step(y, state, _):  # the graph already reads memory
         logits, *state = replay(y, *state)
         return logits, state
 
@@ -684,9 +692,11 @@ def graphed(function, device, eager_calls=0):
             torch.cuda.synchronize(device)
             if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
                 torch.cuda.empty_cache()  # recordings cannot reuse memory cached by other code
+            # Not torch.cuda.graph, which empties the memory cache at every recording. Compiled
+            # modules run eagerly where they would recompile, because that cannot be recorded.
             with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
                 graph.capture_begin(pool, "relaxed")  # allows kernels to be loaded meanwhile
-                output = function(*buffers)  # eagerly where torch.compile would recompile
+                output = function(*buffers)
                 graph.capture_end()
             graphs[shapes] = graph, buffers, output
         graph, buffers, output = graphs[shapes]

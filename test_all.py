@@ -41,7 +41,8 @@ HERE = Path(__file__).parent
 torch.set_num_threads(1)  # the models are tiny
 # The scripts, with model sizes for the tests. A fifth script needs an entry with small sizes here,
 # a reference loop in REFERENCES, its combinations of flags in MODELS, and its paper's values in
-# PAPERS (hyperparameters), INIT (initialization), HALVED (learning rate) and test_dropout.
+# PAPERS (hyperparameters), INIT (initialization), HALVED (learning rate) and test_dropout. Its
+# model must accept pairs that are all padding (test_all_padding_pair).
 SCRIPTS = dict(
     seq2seq_lstm=dict(emb=6, hidden=5, layers=2),
     bahdanau=dict(emb=6, hidden=5, attn=7, maxout=4),
@@ -411,7 +412,7 @@ def test_attention_precision(attention, device):
             (grad,) = torch.autograd.grad(c.square().sum(), h)
             assert grad.isfinite().all()
             assert not grad[0].any() and not c[0].any()  # all masked
-            if getattr(module, "attention", None) != "local-p":  # rounding can move its window
+            if getattr(module, "kind", None) != "local-p":  # rounding can move its window
                 assert_close(c.cpu(), exact, 16 * eps)
                 assert alpha is None or (alpha.double().sum(-1)[1:] - 1).abs().max() < 4 * eps
 
@@ -659,6 +660,27 @@ def test_translate(K):
     assert module.translate(model, lists[:2], vocabularies) == [want, []]
     with pytest.raises(AssertionError, match="list of sentences"):
         module.translate(model, "w4 w5", vocabularies)
+
+
+@scripts
+@pytest.mark.parametrize("K", [1, 2])
+def test_decoding_stops(name, K):
+    """Decoding ends within eight steps after the last sentence has ended."""
+    module, model = build(name)
+    calls = count()
+    step = model.step
+
+    def first_eos(y, state, memory):
+        logits, state = step(y, state, memory)
+        logits[:, EOS] = 1000 * next(calls)  # not the first word
+        return logits, state
+
+    model.step = first_eos
+    src, _ = random_batch(1)
+    tokens = module.beam(model, src, 100, K)
+    assert (tokens[:, -1] == EOS).all()
+    assert not tokens.is_inference()  # so that they can be trained on
+    assert next(calls) == 8
 
 
 # ---- training -----------------------------------------------------------------------------------
@@ -1062,7 +1084,7 @@ def test_output(folder, monkeypatch):
     monkeypatch.setattr(os, "isatty", lambda _: True)
     stdout, errors = run("bahdanau", "--translate", stdin=b"\n\nhe x\nhe")
     assert len(errors) == 2  # empty lines are skipped
-    assert re.match(r"> > > 1 unknown word: x \(the vocabulary has \d+ words; use low", errors[0])
+    assert re.match(r"> > > 1 unknown word: x \(the vocabulary has \d+ words, in low", errors[0])
     assert stdout.count("from 0.05 ·") == 2
     done = shell("bahdanau --align train.en train.fr | head -1")
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
@@ -1213,10 +1235,14 @@ def test_checkpoints_of_other_code(folder):
     assert changed.cfg == dataclasses.replace(model.cfg, smoothing=bahdanau.Config().smoothing)
     torch.save(sound | dict(config=sound["config"] | dict(coverage=1)), path)
     _, (error,) = run("bahdanau", "--align", *TEXT[1:3], allowed=[2])
-    assert "--coverage, which this script no longer has" in error
-    torch.save(dict(weights=sound["model"]), path)
+    assert "--coverage, which this script does not have" in error
+    for other in (dict(config={}), [1], nn.Linear(1, 1)):  # the last one is not only weights
+        torch.save(other, path)
+        _, (error,) = run("bahdanau", "--align", *TEXT[1:3], allowed=[2])
+        assert "not a checkpoint of these scripts" in error
+    torch.save(sound | dict(model=None, snapshots=[]), path)
     _, (error,) = run("bahdanau", "--align", *TEXT[1:3], allowed=[2])
-    assert "not a checkpoint" in error
+    assert "has no weights yet" in error
     torch.save(sound | dict(model=dict(sound["model"], extra=torch.ones(1))), path)
     with pytest.raises(RuntimeError, match='Unexpected key.*"extra"'):
         bahdanau.load(path)

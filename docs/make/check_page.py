@@ -7,6 +7,7 @@ nothing else has to be installed.
 """
 
 import base64
+import itertools
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.with_name("attention.html")
 PORT = 9527
+WIDTHS = (420, 800, 1000, 1100, 1200, 1280, 1366, 1440, 1920)
 FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
 
 
@@ -244,6 +246,31 @@ def check_papers(browser):
     assert len(visible(browser, "article")) == len(names) and not visible(browser, "#beside")
 
 
+def check_widths(browser):
+    """papers.html cuts no equation, at any width, in any tab and for any two papers."""
+    names = browser.run("return [...document.querySelectorAll('article')].map(e => e.id)")
+    pairs = ["+".join(pair) for pair in itertools.combinations(names[:-1], 2)]
+    cut = """return [...document.querySelectorAll('article.shown math')].filter((math) => {
+      const box = math.closest('.formula, p, td, h3'), edge = box.getBoundingClientRect().right;
+      return box.scrollWidth > box.clientWidth || math.getBoundingClientRect().right > edge + 1;
+    }).map((math) => math.getAttribute('alttext'))"""
+    for width in WIDTHS:
+        open_page(browser, "papers.html", width)
+        for name in [*names, *pairs]:
+            browser.run(f"location.hash = '#{name}'; dispatchEvent(new Event('hashchange'))")
+            found = browser.run(cut)
+            assert not found, f"cut at {width} pixels, papers.html#{name}: {found}"
+
+
+def check_first_screen(browser):
+    """attention.html: the first heatmap is visible without scrolling."""
+    for width, height in ((420, 800), (1280, 720)):
+        open_page(browser, "attention.html", width, height)
+        box = "document.querySelector('#models svg').getBoundingClientRect()"
+        bottom = browser.run(f"return {box}.bottom")
+        assert bottom <= height, f"{width} x {height}: the first heatmap ends at {bottom}"
+
+
 def check_index(browser):
     """index.html: one screen, and every link leads to a file."""
     for width, height in ((1200, 800), (390, 844)):
@@ -299,6 +326,8 @@ def main():
                 if sys.argv[1:]:
                     take_screenshots(browser, Path(sys.argv[1]))
                 check_papers(browser)
+                check_widths(browser)
+                check_first_screen(browser)
                 check_index(browser)
                 check_log(browser)
                 if sys.argv[1:]:

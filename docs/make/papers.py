@@ -68,9 +68,14 @@ def escape(text):
 
 
 def mathml(latex, display="inline"):
-    """MathML of an equation; corrects what latex2mathml does with signs, words and spaces."""
+    """MathML of an equation; corrects what latex2mathml does with signs, words and spaces.
+
+    All of it is inline, so that lines can break between the parts of a displayed equation.
+    """
     out = convert(latex, display=display)
-    out = f'<math alttext="{html.escape(latex)}" {out[out.index("display") :]}'
+    style = ' displaystyle="true"' if display == "block" else ""
+    out = f'<math alttext="{html.escape(latex)}"{style}>{out[out.index(">") + 1 :]}'
+    out = re.sub(r"(<math[^>]*><mrow>)<mo>(?=&#x0002B;)", r'\1<mo form="infix">', out)
     out = out.replace("<mi>;</mi>", '<mo separator="true">;</mo>')
     out = out.replace("<mi>&#x0007E;</mi>", "<mo>&#x0223C;</mo>")  # \sim
     out = re.sub("<mo>(max|min|&#x0221E;|&#x02202;)</mo>", r"<mi>\1</mi>", out)  # infinity, partial
@@ -109,12 +114,21 @@ def line_id(link):
     return f"{Path(link[2]).stem}-L{link[3]}"
 
 
+def displayed(latex):
+    """A displayed equation. Where there is no room for one line, it breaks before its relation,
+    after a \\quad or \\qquad, and at the line breaks of the LaTeX."""
+    text = re.sub(r"\\(?:begin|end)\{aligned\}|&", "", latex).strip()
+    text = re.sub(r" (?=(?:=|\\propto|\\approx) )", r"\\\\", text, count=1)
+    parts = re.split(r"\s*\\\\\s*|(?<=quad) ", text)
+    return "<div>" + "".join(mathml(part, "block") for part in parts) + "</div>"
+
+
 def equation(formulas, caption):
     """An equation (or none), its number, and links to its lines of code."""
     label, text = re.match(r"\*\*(.+?)\*\* (.*)", caption, re.S).groups()
     ids = " ".join(line_id(link) for link in LINK.finditer(text))
     text = LINK.sub(lambda link: f"[line {link[3]}](#{line_id(link)})", text)
-    formula = "".join(mathml(formula, "block") for formula in formulas)
+    formula = "".join(map(displayed, formulas))
     caption = inline(text.replace(")\\\n", ") "))  # no line break between links without a remark
     return (
         f'<div class="eq" data-lines="{ids}"><div class="formula">{formula}</div>'

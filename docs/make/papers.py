@@ -1,6 +1,6 @@
 """Updates the line numbers in the documentation, then builds papers.html from equations.md.
 
-pip install latex2mathml && python docs/make/papers.py
+pip install -r docs/make/requirements.txt && python docs/make/papers.py
 
 A link such as [`alpha = ...`](../bahdanau.py#L134) quotes the code of its line, so that its number
 can be recomputed when the code moves. If the file contains the quoted code more than once, the link
@@ -11,28 +11,24 @@ A "##" section of equations.md whose "###" headings link to a script becomes a p
 
 import html
 import itertools
-import keyword
 import re
 import sys
 from pathlib import Path
 
+import pygments
 from latex2mathml.converter import convert
+from markdown_it import MarkdownIt
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
 
 MAKE = Path(__file__).resolve().parent
 DOCS = MAKE.parent
 LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)#L(\d+)\)")
-BLOCK = re.compile(r"```(\w+)\n(.*?)\n```|[^\n]+(?:\n[^\n]+)*", re.S)
-INLINE = re.compile(r"\$`(.+?)`\$|`(.+?)`|\[(.+?)\]\((.+?)\)|\*\*(.+?)\*\*|\*(.+?)\*", re.S)
-FUNCTION = "<mi>(?:cos|exp|log|max|min|sin|tanh)</mi>"
-PYTHON = re.compile(
-    r"""(?P<c>\#[^\n]*)                            # comments
-    | (?P<s>(?:\b[bfr]+)?("{3}|["']).*?(?<!\\)\3)  # strings
-    | (?P<n>\b\d[\w.]*(?:(?<=e)-\d+)?)             # numbers
-    | (?P<d>(?<=\bdef[ ])\w+|(?<=\bclass[ ])\w+)   # names that are defined
-    | (?P<k>\b(?:%s)\b)                            # keywords"""
-    % "|".join(keyword.kwlist),
-    re.S | re.X,
+FORMULA = re.compile(r"^```math\n(.+?)\n```\n\n", re.M | re.S)
+EQUATION = re.compile(
+    rf"((?:{FORMULA.pattern})*)^\*\*([^*]+)\*\* (\[`.+?)(?=\n\n|\n*\Z)", re.M | re.S
 )
+FUNCTION = "<mi>(?:cos|exp|log|max|min|sin|tanh)</mi>"
 THIN_SPACE = '<mspace width="0.17em"/>'
 
 
@@ -60,11 +56,7 @@ def update_links(page):
     return missing
 
 
-# ---- Markdown, as far as equations.md uses it ---------------------------------------------------
-
-
-def escape(text):
-    return html.escape(text, quote=False)
+# ---- equations ----------------------------------------------------------------------------------
 
 
 def mathml(latex, display="inline"):
@@ -85,35 +77,6 @@ def mathml(latex, display="inline"):
     return re.sub(f"({FUNCTION})(?=<mi>)", rf"\1{THIN_SPACE}", out)
 
 
-def inline(text):
-    """HTML of a text with mathematics, code, links, bold and italic words and line breaks."""
-    out, end = [], 0
-    for match in INLINE.finditer(text):
-        math, code, label, target, bold, italic = match.groups()
-        out.append(escape(text[end : match.start()]))
-        if math:
-            out.append(mathml(math))
-        elif code:
-            out.append(f"<code>{escape(code)}</code>")
-        elif label:
-            out.append(f'<a href="{target}">{inline(label)}</a>')
-        else:
-            out.append(f"<b>{inline(bold)}</b>" if bold else f"<em>{inline(italic)}</em>")
-        end = match.end()
-    return ("".join(out) + escape(text[end:])).replace("\\\n", "<br>")
-
-
-def table(text):
-    rows = [[inline(cell.strip()) for cell in row[1:-1].split("|")] for row in text.split("\n")]
-    head = "<th>" + "</th><th>".join(rows[0]) + "</th>"
-    body = "".join("<tr><td>" + "</td><td>".join(row) + "</td></tr>" for row in rows[2:])
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def line_id(link):
-    return f"{Path(link[2]).stem}-L{link[3]}"
-
-
 def displayed(latex):
     """A displayed equation. Where there is no room for one line, it breaks before its relation,
     after a \\quad or \\qquad, and at the line breaks of the LaTeX."""
@@ -123,64 +86,53 @@ def displayed(latex):
     return "<div>" + "".join(mathml(part, "block") for part in parts) + "</div>"
 
 
-def equation(formulas, caption):
+def line_id(link):
+    return f"{Path(link[2]).stem}-L{link[3]}"
+
+
+def equation(match):
     """An equation (or none), its number, and links to its lines of code."""
-    label, text = re.match(r"\*\*(.+?)\*\* (.*)", caption, re.S).groups()
+    formulas, _, label, text = match.groups()
     ids = " ".join(line_id(link) for link in LINK.finditer(text))
     text = LINK.sub(lambda link: f"[line {link[3]}](#{line_id(link)})", text)
-    formula = "".join(map(displayed, formulas))
-    caption = inline(text.replace(")\\\n", ") "))  # no line break between links without a remark
+    text = text.replace(")\\\n", ") ")  # no line break between links without a remark
     return (
-        f'<div class="eq" data-lines="{ids}"><div class="formula">{formula}</div>'
-        f'<p>{caption}</p><span class="label">{label}</span></div>'
+        f'<div class="eq" data-lines="{ids}">'
+        f'<div class="formula">{"".join(map(displayed, FORMULA.findall(formulas)))}</div>'
+        f'<p>{MARKDOWN.renderInline(text)}</p><span class="label">{label}</span></div>'
     )
 
 
+# ---- text and code ------------------------------------------------------------------------------
+
+
+def highlight(code, language, _=""):
+    """HTML of code. To keep the page small, only what papers_template.html colors is marked."""
+    out = pygments.highlight(code, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
+    out = re.sub(r'<span class="(?!c|g|k|m|s|nf|nc|fm|ow)\w+">(.*?)</span>', r"\1", out)
+    return re.sub(r'\.<span class="fm">(\w+)</span>', r".\1", out)  # calls: super().__init__()
+
+
+MARKDOWN = MarkdownIt(options_update=dict(highlight=highlight)).enable("table")
+
+
 def to_html(text):
-    """HTML of the blocks of a section; formulas belong to the caption that follows them."""
-    out, formulas = [], []
-    for match in BLOCK.finditer(text):
-        block, kind, content = match[0], match[1], match[2]
-        if kind == "math":
-            formulas.append(content)
-        elif re.match(r"\*\*.+?\*\* \[`", block):
-            out.append(equation(formulas, block))
-            formulas = []
-        elif formulas:
-            sys.exit(f"equations.md: no caption after the equation {formulas[-1]}")
-        elif kind == "diff":
-            rows = (f'<span class="diff{r[:1]}">{r}</span>' for r in escape(content).split("\n"))
-            out.append("<pre>" + "\n".join(rows) + "</pre>")
-        elif block.startswith("|"):
-            out.append(table(block))
-        elif block.startswith("### "):
-            out.append(f"<h3>{inline(block[4:])}</h3>")
-        else:
-            out.append(f"<p>{inline(block)}</p>")
-    return "\n".join(out)
-
-
-# ---- code ---------------------------------------------------------------------------------------
-
-
-def highlight(source):
-    """The lines of a Python file as HTML, with comments, strings, keywords and so on marked."""
-    out, end = [], 0
-    for match in PYTHON.finditer(source):
-        rows = escape(match[0]).split("\n")
-        marked = "\n".join(f"<i class={match.lastgroup}>{row}</i>" for row in rows)
-        out.append(escape(source[end : match.start()]) + marked)
-        end = match.end()
-    return ("".join(out) + escape(source[end:])).split("\n")
+    """HTML of a section. Markdown leaves HTML as it is, so mathematics is converted first."""
+    text = re.sub(r"\$`(.+?)`\$", lambda match: mathml(match[1]), text)
+    text = EQUATION.sub(equation, text)
+    without_caption = FORMULA.search(text)
+    assert not without_caption, f"equations.md: no caption after {without_caption[0]}"
+    return MARKDOWN.render(text)
 
 
 def listings(path, starts, linked):
     """HTML of the code up to the first start, folded, and from each start to the next one."""
     source = path.read_text(encoding="utf-8").rstrip("\n")
     lines = source.split("\n")
+    code = highlight(source, "python").split("\n")
     ids = [f"{path.stem}-L{n}" for n in range(1, len(lines) + 1)]
     ids = [f' id="{name}" tabindex="0"' if name in linked else "" for name in ids]
-    rows = [f"<span{name}>{row}\n</span>" for name, row in zip(ids, highlight(source))]
+    rows = [f"<span{name}>{row}\n</span>" for name, row in zip(ids, code)]
 
     def pre(first, last):  # without the empty lines at the end
         while not lines[last - 1]:

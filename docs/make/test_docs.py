@@ -1,6 +1,8 @@
 """Tests of docs/: links, generated pages, diffs, the sizes of pages, and show_attend_tell.py.
 
 python -m pytest -q docs/make/test_docs.py
+
+test_pages.py uses the pages in a browser.
 """
 
 import html
@@ -35,7 +37,7 @@ torch.set_num_threads(1)  # the models are tiny
 torch.backends.mkldnn.set_flags(False)  # as in the scripts
 
 SCRIPTS = ["seq2seq_lstm", "bahdanau", "luong", "transformer"]
-UPDATE_LINKS = "run: pip install latex2mathml && python docs/make/papers.py"
+UPDATE_LINKS = "run: pip install -r docs/make/requirements.txt && python docs/make/papers.py"
 UPDATE_PAGE = "run: python docs/make/draw.py"
 EDIT_README = f"edit README.md, Change something; then {UPDATE_LINKS}"
 EDIT_EXERCISES = f"edit docs/exercises.md; then {UPDATE_LINKS}"

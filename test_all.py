@@ -1202,6 +1202,21 @@ def test_two_processes_resume(folder):
     assert fingerprint("new") == fingerprint("runs/bahdanau")
 
 
+def test_two_writers(tmp_path, monkeypatch):
+    """A file that another process writes at the same time does not disturb the first one."""
+    replace = os.replace
+
+    def interrupted(source, target):
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(os, "getpid", lambda: 0)  # another process
+        data.write(target, b"other")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    data.write(tmp_path / "file", b"mine")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"mine"]
+
+
 def test_damaged_checkpoints(folder):
     """A damaged file, even by one bit, is rejected as such, and code in it is not executed."""
     paths = Path("runs/bahdanau/model.pt"), Path("runs/bahdanau/last.pt")
@@ -1229,10 +1244,12 @@ def test_checkpoints_of_other_code(folder):
     path = Path("runs/bahdanau/model.pt")
     sound = torch.load(path)
     model, vocabularies = bahdanau.load(path)
-    del sound["config"]["smoothing"]
+    del sound["config"]["init"], sound["config"]["steps"]  # one field above lr, one below
     torch.save(sound, path)
     changed, _ = bahdanau.load(path)
-    assert changed.cfg == dataclasses.replace(model.cfg, smoothing=bahdanau.Config().smoothing)
+    defaults = bahdanau.Config()
+    assert model.cfg.steps != defaults.steps
+    assert changed.cfg == dataclasses.replace(model.cfg, steps=defaults.steps)
     torch.save(sound | dict(config=sound["config"] | dict(coverage=1)), path)
     _, (error,) = run("bahdanau", "--align", *TEXT[1:3], allowed=[2])
     assert "--coverage, which this script does not have" in error
@@ -1256,6 +1273,8 @@ def test_resume(folder):
     run("bahdanau", *more.split())
     assert [x.get("step") for x in read_log("runs/bahdanau-2")] == [4, 8, 9, 10, 11, 12, None]
     assert fingerprint("runs/bahdanau-2") == fingerprint("runs/bahdanau")
+    seconds = [x["seconds"] for x in read_log("runs/bahdanau-2")]
+    assert seconds == sorted(seconds)  # they count from the start of the run
     assert "nothing left to train" in run("bahdanau", "--resume")[1][0]
 
 

@@ -351,7 +351,9 @@ def parse_args(Config, description, devices, argv=None):
     files = dict(nargs=2, metavar=("SRC", "TGT"))
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--train", **files, help="train on your own text [built-in corpus]")
-    modes.add_argument("--translate", action="store_true", help="translate stdin to stdout")
+    modes.add_argument(
+        "--translate", action="store_true", help="translate stdin to stdout (< FILE)"
+    )
     modes.add_argument("--align", **files, help="print alignments in Pharaoh format (i-j)")
     modes.add_argument("--test", **files, help="print BLEU and perplexity")
     parser.add_argument("--valid", **files, help="validation text for --train; files may be .gz")
@@ -455,6 +457,10 @@ def saved_config(path, saved, Config, flags):
         flag = "--" + removed[0].replace("_", "-")
         raise InputError(f"{path}: trained with {flag}, which this script does not have; add it")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
+    try:
+        Config(**config)
+    except InputError as error:  # a choice that was removed since
+        raise InputError(f"{path}: trained with {error}") from None
     fixed = {}
     for name in names[: names.index("lr")]:  # text, model and optimizer are fixed; the rest is not
         value = flags.get(name, config[name])
@@ -529,8 +535,8 @@ class Corpus:
 def read_stdin(vocabulary):
     """Yields lists of up to 4,000 sentences, or of one in a terminal; reports unknown words."""
     in_terminal = os.isatty(0)
-    hint = f" (the vocabulary has {len(vocabulary):,} words, in lower case if its text was; "
-    hint += "put spaces around punctuation)"
+    hint = f" (the vocabulary has {len(vocabulary):,} words; write as in the training text, "
+    hint += "probably in lower case and with spaces around punctuation)"
     while True:
         if in_terminal:
             to_stderr("> ", end="")

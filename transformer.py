@@ -58,6 +58,7 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, d_model, heads):
         super().__init__()
+        assert d_model % heads == 0, "d_model must be a multiple of heads"
         self.heads = heads
         self.W_Q = nn.Linear(d_model, d_model, bias=False)  # W_1^Q, ..., W_h^Q
         self.W_KV = nn.Linear(d_model, 2 * d_model, bias=False)  # all W_i^K, then all W_i^V

@@ -151,6 +151,8 @@ def test_readme_change(copies):
     """With the change in the README, as many tests pass as it says, and the new flag works."""
     (diff,) = blocks("README.md", "diff")
     change(copies, diff, EDIT_README)
+    widest = max(map(len, (copies / "luong.py").read_text().split("\n")))
+    assert widest <= 100, f"the linter rejects the changed luong.py; {EDIT_README}"
     printed = run_python(copies, "-m", "pytest", "-q", "test_all.py", "-k", "scaled")
     counts = {}
     for source in (printed, (ROOT / "README.md").read_text()):

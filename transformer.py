@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         self.encoder = nn.ModuleList(EncoderLayer(cfg) for _ in range(cfg.layers))
         self.decoder = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.layers))
         self.drop = nn.Dropout(cfg.dropout)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # process-wide; it plans anew for every shape
+        torch.backends.cuda.enable_cudnn_sdp(False)  # process-wide: cuDNN plans for every shape
         self.init_weights()
 
     def init_weights(self):  # see Deviations at the top

@@ -593,7 +593,9 @@ def read_checkpoint(path, load):
             wrong = archive.testzip()  # compares checksums, which torch.load does not
     except FileNotFoundError:
         raise InputError(f"{path}: not found; train a model first, or name another run") from None
-    except zipfile.BadZipFile as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive can raise many types
         wrong = error
     if wrong:
         raise InputError(f"{path}: damaged ({wrong}); restore the file, or train again")

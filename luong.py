@@ -18,18 +18,17 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
     python luong.py --medium --train train.en train.fr --valid valid.en valid.fr --out runs/fr
 Deviations from the paper
 - s counts from 1 to S in sentence order, EOS included; the authors' code leaves EOS out. p_t is a
-  real number, so a local-p window covers 2D words, not 2D + 1. Location needs global attention.
+  real number, so a local-p window covers 2D words, not 2D + 1. The location score needs global
+  attention; it is masked before the softmax, the paper cuts its weights afterwards (footnote 6).
 - The model's alpha is a_t scaled to sum to 1, for the predicted word y_t. The authors read a_t as
-  the alignment of the input word y_{t-1}, except with the location score (footnote 14).
-- The LSTMs have no biases, as in the authors' code; Zaremba et al., whom the paper cites for its
-  LSTM, have them. Without biases, padding, which is zeros, leaves a zero state as it is.
-- concat learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
-  --replace-unk always copies the source word; the authors first try a dictionary.
-- Translations have 0 to n + 50 words for n source words. A finished hypothesis leaves the beam,
-  which shrinks. The authors' code allows 0.5n to 1.5n words and always extends K hypotheses.
-- Single models only: the paper's BLEU 23.0 is an ensemble's. --steps stands for 12 epochs (10
-  without dropout). bf16 on CUDA. Without --paper: smaller, Adam, label smoothing, global
-  attention; without --medium also no input feeding.
+  the alignment of the input word y_{t-1}, except with the location score (footnote 14). concat
+  learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
+- LSTMs without biases, as in the authors' code, so that zeros as padding leave a zero state as it
+  is; Zaremba et al., whom the paper cites, have biases. --replace-unk has no dictionary.
+- Where the paper is silent: beam 10, which shrinks when a hypothesis ends (the authors' code: 12,
+  always), 0 to n + 50 words (0.5n to 1.5n), and the weights with the best validation loss.
+- Single models only: BLEU 23.0 is an ensemble's. --steps stands for 12 epochs. CUDA: bf16. Without
+  --paper: smaller, Adam, label smoothing, global attention, input feeding only with --medium.
 """
 
 import contextlib

@@ -573,8 +573,6 @@ def write(path, content, save=None):
 
 def to_stderr(message, end="\n"):
     """Writes a line to stderr. If that is not possible, training and translating go on."""
-    if sys.stderr is None:  # closed by the caller
-        return
     try:
         tqdm.write(str(message), file=sys.stderr, end=end)  # above a progress bar
         sys.stderr.flush()
@@ -613,6 +611,8 @@ def one_line_errors(out_of_memory):
     """Turns user errors, and torch's class of out-of-memory errors, into one line and status 2."""
     if hasattr(sys.stdout, "reconfigure"):  # the same bytes on every system; not in notebooks
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")
+    if sys.stderr is None:  # closed by the caller, as by 2>&-
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         yield
         sys.stdout.flush()

@@ -1185,7 +1185,8 @@ def test_stopped_before_first_checkpoint(folder):
 def test_unwritable_stderr(folder):
     """Training and translating finish even if stderr, or its reader, is gone."""
     train = " ".join(map(str, small()))
-    for out, redirection in (("full", "2> /dev/full"), ("head", "2>&1 | head -1")):
+    redirections = dict(full="2> /dev/full", head="2>&1 | head -1", closed="2>&-")
+    for out, redirection in redirections.items():
         done = shell(f"{train} --out {out} {redirection}")
         assert (done.returncode, done.stderr) == (0, "")
         assert fingerprint(out) == fingerprint("runs/bahdanau")

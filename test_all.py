@@ -1414,8 +1414,10 @@ def test_cuda_graphs(name, monkeypatch):
 
 @cuda
 @scripts
-def test_cuda_and_compile(name, folder):
+def test_cuda_and_compile(name, folder, monkeypatch):
     """GPU training, compiled or not, matches the CPU; its models also work on the CPU."""
+    # A cache of its own: torch.compile would reuse these kernels, tuned for small shapes, later.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path("compiled").resolve()))
     _, cpu = train_on("cpu", name, dropout=0.0)
     _, gpu = train_on("cuda", name, dropout=0.0)
     model, compiled = train_on("cuda", name, dropout=0.0, compile=True)

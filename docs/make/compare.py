@@ -13,10 +13,12 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in the scripts
+# An empty cache: kernels that torch.compile has tuned for another model can be slow for this one.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 
 import torch
 import torch.nn as nn

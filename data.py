@@ -110,7 +110,7 @@ class Vocabulary:
     def __getitem__(self, word):
         return self.ids.get(word, UNK)
 
-    def __iter__(self):
+    def __iter__(self):  # without it, a loop would call self[0], self[1], ... forever
         return iter(self.words)
 
     def decode(self, ids):
@@ -283,7 +283,7 @@ def pharaoh(alpha):  # the format of fast_align and Marian: i-j, source index fi
 
 def replace_unknown(source, target, alpha):
     """The target with each <unk> replaced by the source word it attends to most."""
-    best = alpha[:, : max(len(source), 1)].argmax(-1)
+    best = alpha[:, : max(len(source), 1)].argmax(-1)  # not EOS, unless there is nothing else
     return [source[i] if word == "<unk>" else word for i, word in zip(best, target)]
 
 
@@ -376,7 +376,9 @@ def parse_args(Config, description, devices, argv=None):
     if args.preset == Config.medium and args.device == "cpu" and not existing and RANK == 0:
         to_stderr("--medium can take a day on a CPU; for a few thousand pairs, leave it out")
     args.out = args.out or default_folder(script, existing)
-    return args, vars(args.preset(**flags)) if args.preset else flags
+    if args.preset:
+        flags = vars(args.preset(**flags))
+    return args, flags
 
 
 def default_folder(script, existing):
@@ -393,15 +395,17 @@ def is_new(folder):  # also if a run was stopped there before it wrote a file
 
 
 def check_new(folder):
-    if folder.is_file() or not is_new(folder):
+    if folder.is_file():
+        raise InputError(f"{folder}: is a file; choose another --out")
+    if not is_new(folder):
         raise InputError(f"{folder}: already exists; add --resume, or choose another --out")
 
 
 def add_flags(parser, Config, presets):
     """Adds a flag for every field of Config, whose headings and comments become --help."""
     group = parser
-    lines = r"^    (?:# (\w+)$|(\w+): [^#\n]*(?:# (.*))?)"  # headings and fields
-    for heading, name, comment in re.findall(lines, inspect.getsource(Config), re.M):
+    pattern = r"^    (?:# (\w+)$|(\w+): [^#\n]*(?:# (.*))?)"  # headings and fields
+    for heading, name, comment in re.findall(pattern, inspect.getsource(Config), re.M):
         if heading:
             group = parser.add_argument_group(heading)
             continue
@@ -455,7 +459,8 @@ def saved_config(path, saved, Config, flags):
     removed = [name for name in saved["config"] if name not in names]
     if removed:
         flag = "--" + removed[0].replace("_", "-")
-        raise InputError(f"{path}: trained with {flag}, which this script does not have; add it")
+        missing = f"trained with {flag}, which this script does not have"
+        raise InputError(f"{path}: {missing}; add it to Config, or use the script that has it")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
     try:
         Config(**config)
@@ -568,7 +573,8 @@ def write(path, content, save=None):
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise InputError(f"{path}: not written ({error.strerror}); old files are kept") from None
+        kept = "the old file is kept; free disk space or check permissions"
+        raise InputError(f"{path}: not written ({error.strerror}); {kept}") from None
 
 
 def to_stderr(message, end="\n"):
@@ -585,7 +591,7 @@ def write_log(out, log):  # one line per validation; the last line of a finished
 
 
 def read_checkpoint(path, load):
-    """What load, which is torch.load, returns; a missing or damaged file is a user error."""
+    """The content of a checkpoint; load is torch.load, because this file needs no torch."""
     try:
         with zipfile.ZipFile(path) as archive:
             wrong = archive.testzip()  # compares checksums, which torch.load does not
@@ -638,14 +644,14 @@ def log_validation(out, log, smoothing):
         to_stderr(text.format(**line))
 
 
-def format_scores(result, text):  # the scores of a text in two lines
+def format_scores(result, name):  # the scores of a test set in two lines
     scores = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}"
     scores += "" if result["aer"] is None else ", AER {aer:.3f}"
     lengths = ", ".join(f"{k}: {v:.1f}" for k, v in result["bleu_by_length"].items())
-    return f"{text}: {scores.format(**result)}\nBLEU by source length: {lengths}"
+    return f"{name}: {scores.format(**result)}\nBLEU by source length: {lengths}"
 
 
-def report(out, log, result, text, pairs, alphas, gib):
+def report(out, log, result, name, pairs, alphas, gib):
     """Writes the result and the alignments of a finished run, and prints a summary."""
     speed = log[-1]["tokens"] / log[-1]["seconds"]
     result = dict(final=True, **result, tokens_per_second=speed, gpu_memory_gib=gib)
@@ -654,7 +660,7 @@ def report(out, log, result, text, pairs, alphas, gib):
     print("", *map(" ".join, pairs[0]), "", heatmap(*pairs[0], alphas[0]), "", sep="\n")
     memory = f", {gib:.2f} GiB of GPU memory" if gib else ""
     total = f"{result['seconds']:.0f} s for training and scoring; all files are in {out}/"
-    print(format_scores(result, text), f"{speed:,.0f} tokens/s{memory}, {total}", sep="\n")
+    print(format_scores(result, name), f"{speed:,.0f} tokens/s{memory}, {total}", sep="\n")
 
 
 # ---- 5. the built-in corpus, a grammar of English and French: not needed for your own text -------
@@ -670,6 +676,7 @@ EXAMPLE = "the agreement on the european economic area was signed in august 1992
 #   where, about, agent             near près+de place     preposition: English French noun's kind
 #   be, être, avoir, can, must      suis, sommes, ...      a form for each of the five persons
 #   vowel                           le l'                  a word, and its form before a vowel
+#   degree, adverb, month, year, joint  august août        any other word: English French
 #   subjects, persons, does, tense  past, past, have       choices; a repeated one is more likely
 LEXICON = """
 noun person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, king roi m
@@ -780,7 +787,7 @@ def read_entry(role, entry):  # a Word, a list of fields, or a string if there i
     fields = entry.split()
     if role == "verb":
         return conjugate(*fields)
-    if role == "quality":
+    if role == "quality":  # used like a participle, which is a Word, too
         return Word(*fields)
     return fields if len(fields) > 1 else entry
 
@@ -885,7 +892,7 @@ class Grammar:
         return [(word, link) for word in french.split("+")]
 
     def agree(self, key, gender, plural=False):  # a determiner or an adjective
-        english, masculine, feminine = self.pick(key)[:3]
+        english, masculine, feminine = self.pick(key)[:3]  # a Word has more
         return self.word(english, inflect(masculine, feminine, gender, plural))
 
     def attach(self, key, keep, definite=False):  # a preposition and its noun

@@ -248,7 +248,7 @@ def make_train_step(model, cfg, optimizer=None):
 
 
 def summed_loss(logits, y, smoothing=0.0):
-    """Cross-entropy of the targets y (B,T), summed over all tokens but padding, in float32."""
+    """Cross-entropy of the targets y (B,T), summed over all tokens but padding; not in bf16."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
     options = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
     return F.cross_entropy(logits, y.flatten(), **options)
@@ -352,12 +352,13 @@ def translate(model, sentences, vocabularies):
     """Translates strings or lists of words into lists of words, with the beam of model.cfg."""
     cfg = model.cfg
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
-    pairs = [(data.to_words(sentence), []) for sentence in sentences]
+    pairs = [(data.to_words(sentence), []) for sentence in sentences]  # targets are added below
     max_tokens = 65536 if next(model.parameters()).is_cuda else 16384  # measured to be fastest
     for rows, src, _ in inference_batches(model, pairs, vocabularies, max_tokens // cfg.beam):
         max_len = (src != PAD).sum(1) + 49  # the source words plus 50; src includes EOS
         max_len.masked_fill_(src[:, 0] == EOS, 0)  # an empty sentence stays empty
-        for row, ids in zip(rows, beam(model, src, max_len, cfg.beam, cfg.length_penalty).tolist()):
+        tokens = beam(model, src, max_len, cfg.beam, cfg.length_penalty)
+        for row, ids in zip(rows, tokens.tolist()):
             pairs[row][1].extend(vocabularies[1].decode(ids))
     if cfg.replace_unk:
         alphas = alignments(model, pairs, vocabularies)
@@ -399,9 +400,10 @@ def load(path, device="cpu", **flags):
     path = Path(path, "model.pt") if Path(path).is_dir() else Path(path)
     saved = data.read_checkpoint(path, torch.load)
     model = Model(data.saved_config(path, saved, Config, flags)).to(device)
-    if not saved.get("model", saved.get("snapshots")):
+    weights = [saved["model"]] if "model" in saved else saved["snapshots"]
+    if not weights:
         raise data.InputError(f"{path}: has no weights yet; --resume this run")
-    model.load_state_dict(saved.get("model") or saved["snapshots"][-1])
+    model.load_state_dict(weights[-1])
     return model.eval(), [data.Vocabulary(words) for words in saved["vocabularies"]]
 
 
@@ -522,11 +524,14 @@ def bf16_copy(model):
     if "bf16" not in model.__dict__:
         with torch.inference_mode(False):  # so that the copy can be trained wherever it is made
             net = copy.deepcopy(model).half()  # .bfloat16() would not flatten RNN weights for cuDNN
-        for p in net.parameters():
-            p.data = p.data.view(torch.bfloat16)  # meaningless values until the copy below
+        for x in (*net.parameters(), *net.buffers()):
+            if x.is_floating_point():
+                x.data = x.data.view(torch.bfloat16)  # meaningless values until the copy below
         model.__dict__["bf16"] = net  # not registered as a submodule, so not in checkpoints
-    torch._foreach_copy_(list(model.bf16.parameters()), list(model.parameters()))
-    return model.bf16.train(model.training)
+    net = model.bf16
+    copies, originals = ([*x.parameters(), *x.buffers()] for x in (net, model))
+    torch._foreach_copy_(copies, originals)
+    return net.train(model.training)
 
 
 def move_gradients(net, model):

@@ -163,7 +163,8 @@ def objective(cfg, y, logits, alpha, s, b=0.0):
         coverage = (alpha * words.unsqueeze(-1)).sum(1)  # sum_t alpha_ti   (B,L)
         return log_p - cfg.lambda_d * (1 - coverage).square().sum(1), log_p  # -L_d, eq. (14)
     log_alpha = alpha.clamp(min=1e-30).log()
-    log_p_s = ((s.detach() * log_alpha).sum(-1) * words).sum(1)  # log p(s|a)
+    # log p(s|a); its gradient is 0 where s is alpha, not a sample
+    log_p_s = ((s.detach() * log_alpha).sum(-1) * words).sum(1)
     H = -((alpha * log_alpha).sum(-1) * words).sum(1)
     reward = cfg.lambda_r * (log_p.detach() - b)
     return log_p + reward * log_p_s + cfg.lambda_e * H, log_p  # eq. (12), with b and H[s]
@@ -225,9 +226,10 @@ def evaluate(model, scenes):
             if word in COLORS or word in SHAPES:
                 cells = scene.regions[owner].reshape(GRID, 6, GRID, 6).any((1, 3)).ravel()
                 points.append((look @ cells, cells.mean()))  # weight on the object; its area
-    scores = dict(exact=np.mean(exact), bleu=data.bleu(hypotheses, references) / 100)
-    scores["pointing"], scores["chance"] = np.mean(points, 0)
-    return {name: round(100 * float(score), 2) for name, score in scores.items()}
+    pointing, chance = 100 * np.mean(points, 0)
+    scores = dict(exact=100 * np.mean(exact), bleu=data.bleu(hypotheses, references))
+    scores |= dict(pointing=pointing, chance=chance)
+    return {name: round(float(score), 2) for name, score in scores.items()}
 
 
 # ---- scenes: objects on a noisy background, named from left to right ----
@@ -334,6 +336,8 @@ def main():
     with data.one_line_errors(torch.OutOfMemoryError):
         cfg = Config(**vars(parser.parse_args()))
         data.check(cfg)
+        if cfg.features < 3:
+            raise data.InputError(f"--features {cfg.features}: must be at least 3")
     valid = make_scenes(500, "valid")
     for step, (model, loss) in enumerate(train(cfg), 1):
         if step % cfg.eval_every == 0:

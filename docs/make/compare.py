@@ -2,8 +2,9 @@
 
 python docs/make/compare.py
 
-Random batches of one shape; each figure is the median of 20 steps after warm-up. Alternatives run
-forward, backward, clipping and fused Adam under bf16 autocast; ours follow their papers.
+Random batches of one shape; figures are medians after warm-up, of 20 training steps or 5 calls.
+In training, alternatives use bf16 autocast, clipping and fused Adam, in decoding bf16 weights;
+ours follow their papers.
 Hugging Face's Marian is included if transformers is installed. Compiled means torch.compile in its
 default mode. Takes about four minutes, and needs an otherwise idle machine.
 """

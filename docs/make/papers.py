@@ -42,10 +42,11 @@ def update_links(page):
         lines = (page.parent / file).read_text(encoding="utf-8").split("\n")
         found = [n for n, line in enumerate(lines, 1) if code in line]
         if not found:
-            missing.append(f"{page.name}: NOT FOUND in {file}: {code}")
+            missing.append(f"{page.name}: {file} does not contain {code!r}; quote its new line")
             return link[0]
         line = next((n for n in found if n >= section.get(file, 1)), found[0])
-        if link.string[link.string.rfind("\n", 0, link.start()) + 1] == "#":
+        start_of_line = link.string.rfind("\n", 0, link.start()) + 1
+        if link.string.startswith("#", start_of_line):  # a heading
             section[file] = line
         return f"[`{code}`]({file}#L{line})"
 
@@ -131,8 +132,8 @@ def listings(path, starts, linked):
     lines = source.split("\n")
     code = highlight(source, "python").split("\n")
     ids = [f"{path.stem}-L{n}" for n in range(1, len(lines) + 1)]
-    ids = [f' id="{name}" tabindex="0"' if name in linked else "" for name in ids]
-    rows = [f"<span{name}>{row}\n</span>" for name, row in zip(ids, code)]
+    attributes = [f' id="{name}" tabindex="0"' if name in linked else "" for name in ids]
+    rows = [f"<span{attribute}>{row}\n</span>" for attribute, row in zip(attributes, code)]
 
     def pre(first, last):  # without the empty lines at the end
         while not lines[last - 1]:
@@ -155,7 +156,7 @@ def listings(path, starts, linked):
         inside = (n for n in range(first + 1, end) if re.match("@|class |def ", lines[n - 1]))
         cuts = [first, *(n for n in inside if decorated(n) == n), end]
         pieces = itertools.groupby(
-            zip(cuts, cuts[1:]), lambda cut: any(ids[cut[0] - 1 : cut[1] - 1])
+            zip(cuts, cuts[1:]), lambda cut: any(attributes[cut[0] - 1 : cut[1] - 1])
         )
         out.append("")  # functions and classes without a linked line are folded
         for shown, group in pieces:
@@ -171,7 +172,7 @@ def paper(title, body, linked):
     """(name of the script, article): the explanation of each section beside its code."""
     intro, *sections = re.split(r"^### ", body, flags=re.M)
     links = [LINK.search(section.split("\n")[0]) for section in sections]
-    path = DOCS / links[0][2]
+    path = DOCS / next(link[2] for link in links if link)
     starts = [int(link[3]) for link in links if link]
     assert starts == sorted(starts), f"{title}: the sections are not in the order of the code"
     top, *code = listings(path, starts, linked)

@@ -1424,7 +1424,7 @@ def test_cuda_graphs(name, monkeypatch):
 @scripts
 def test_cuda_and_compile(name, folder, monkeypatch):
     """GPU training, compiled or not, matches the CPU; its models also work on the CPU."""
-    # A cache of its own: torch.compile would reuse these kernels, tuned for small shapes, later.
+    # A cache of its own, so that later training does not reuse kernels for these small shapes.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path("compiled").resolve()))
     _, cpu = train_on("cpu", name, dropout=0.0)
     _, gpu = train_on("cuda", name, dropout=0.0)

@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-# An empty cache: kernels that torch.compile has tuned for another model can be slow for this one.
+# An empty cache for torch.compile, so that the figures do not depend on what was compiled before.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 
 import torch

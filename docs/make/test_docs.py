@@ -173,12 +173,14 @@ def test_exercises(copies):
     assert re.search(r"\b[1-9]\d* failed", printed), f"{printed}; {EDIT_EXERCISES}"
     for diff in changes:
         change(copies, diff, EDIT_EXERCISES)
-    for script in ("bahdanau.py", "transformer.py"):
+    run_python(copies, "seq2seq_lstm.py", "--no-reverse", "--out", "runs/forward", *TINY_RUN)
+    run_python(copies, "bahdanau.py", "--out", "runs/printed", *TINY_RUN)
+    for script in ("seq2seq_lstm.py", "bahdanau.py", "transformer.py"):
         printed = run_python(copies, script, *TINY_RUN)
         assert "BLEU" in printed, f"{printed}; {EDIT_EXERCISES}"
-    (code,) = blocks("docs/exercises.md", "python")
-    printed = run_python(copies, "-c", code.replace("1000", "20"))
-    assert re.fullmatch(r"[\d.]+\n", printed), f"{printed}; {EDIT_EXERCISES}"
+    for code in blocks("docs/exercises.md", "python"):
+        printed = run_python(copies, "-c", re.sub("1000|500", "20", code))
+        assert re.fullmatch(r"[\d., \[\]\n]+", printed), f"{printed}; {EDIT_EXERCISES}"
 
 
 def test_sizes():

@@ -353,7 +353,8 @@ def beam(model, src, max_len, K, penalty=0.0):
     def extend(y, score, ended, *state):  # every hypothesis by one word
         logits, state = net.step(y, state, memory)
         y, rows, score = best_extensions(logits, score, ended)
-        return y, rows, score, *net.reorder(state, rows)  # a sentence's K rows share their memory
+        # memory stays in its order, because the K rows of a sentence are equal there
+        return y, rows, score, *net.reorder(state, rows)
 
     if src.is_cuda:
         extend = graphed(extend, src.device)  # recorded at the first call, then replayed
@@ -477,7 +478,7 @@ def train(out, corpus, model, optimizer, log, snapshots, start):
     for update, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, update)))  # so checkpoints need no random state
         loss = train_step(*map(torch.from_numpy, batch))
-        tokens += sum(int((side != PAD).sum()) for side in batch)
+        tokens += sum(int((side != PAD).sum()) for side in batch)  # BOS and EOS included
         if update % cfg.eval_every and update < cfg.steps:
             continue
         with torch.compiler.set_stance("force_eager"):  # validation is too short to compile
@@ -655,7 +656,7 @@ def graphed(function, device, eager_calls=0):
         for buffer, x in zip(buffers, inputs):
             buffer.copy_(x)  # a replay reads the memory addresses of its recording
         graph.replay()
-        return output
+        return output  # the next call with these shapes overwrites it
 
     return call
 

@@ -123,7 +123,7 @@ def build_vocabularies(pairs, sizes=(None, None), min_count=1, share=False):
     counts = [collections.Counter(), collections.Counter()]
     for pair in pairs:
         for count, sentence in zip(counts, pair):
-            count.update(sentence)
+            count.update(to_words(sentence))
     if share:
         both = counts[0] + counts[1]
         counts = [both, both]
@@ -470,6 +470,7 @@ def saved_config(path, saved, Config, flags):
     for name in names[: names.index("lr")]:  # text, model and optimizer are fixed; the rest is not
         value = flags.get(name, config[name])
         unused = name in ("src_vocab", "tgt_vocab") and value > config[name]  # only a maximum
+        unused |= name == "tgt_vocab" and config["share_vocab"]  # --src-vocab is the size of both
         if value != config[name] and not unused:
             flag = f"--{name.replace('_', '-')} {config[name]}, not {value}"
             raise InputError(f"{path}: trained with {flag}; leave out the flag, or its preset")
@@ -522,7 +523,8 @@ class Corpus:
         valid_words = repr([pair[:2] for pair in self.valid]).encode()
         checksum = zlib.crc32(b"".join([*self.train.tokens, valid_words]))
         if checksum != saved.get("checksum", checksum):
-            raise InputError("--resume: trained on different text; pass that, or start a new run")
+            changed = "--resume: the training or validation text has changed since the run started"
+            raise InputError(f"{changed}; pass the original text, or start a new run")
         log = saved.get("log", [])
         if log and log[-1]["step"] >= cfg.steps and RANK == 0:
             to_stderr("--resume: nothing left to train; raise --steps to train longer")
@@ -597,8 +599,8 @@ def read_checkpoint(path, load):
             wrong = archive.testzip()  # compares checksums, which torch.load does not
     except FileNotFoundError:
         raise InputError(f"{path}: not found; train a model first, or name another run") from None
-    except OSError:
-        raise
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check the file") from None
     except Exception as error:  # a damaged archive can raise many types
         wrong = error
     if wrong:
@@ -628,7 +630,8 @@ def one_line_errors(out_of_memory):
         to_stderr("interrupted; if this was training, --resume continues from the last validation")
         sys.exit(130)
     except out_of_memory:
-        to_stderr("out of GPU memory; lower --batch-tokens (or --beam), or raise --accumulate")
+        advice = "in training, lower --batch-tokens or raise --accumulate; else use --device cpu"
+        to_stderr(f"out of GPU memory; {advice}")
         sys.exit(2)
     except (InputError, OSError) as error:
         to_stderr(error)

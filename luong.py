@@ -270,7 +270,7 @@ class Config:
 
     @classmethod
     def medium(cls, **overrides):
-        """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set, dot on Europarl's."""
+        """For 10,000 to 300,000 pairs; chosen on validation sets: Multi30k, for score Europarl."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, score="dot", input_feeding=True, dropout=0.5, init=0.08)
         recipe = dict(lr=0.008, warmup=200, smoothing=0.2, average=10, beam=5, length_penalty=1.0)
@@ -407,7 +407,8 @@ def beam(model, src, max_len, K, penalty=0.0):
     def extend(y, score, ended, *state):  # every hypothesis by one word
         logits, state = net.step(y, state, memory)
         y, rows, score = best_extensions(logits, score, ended)
-        return y, rows, score, *net.reorder(state, rows)  # a sentence's K rows share their memory
+        # memory stays in its order, because the K rows of a sentence are equal there
+        return y, rows, score, *net.reorder(state, rows)
 
     if src.is_cuda:
         extend = graphed(extend, src.device)  # recorded at the first call, then replayed
@@ -531,7 +532,7 @@ def train(out, corpus, model, optimizer, log, snapshots, start):
     for update, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, update)))  # so checkpoints need no random state
         loss = train_step(*map(torch.from_numpy, batch))
-        tokens += sum(int((side != PAD).sum()) for side in batch)
+        tokens += sum(int((side != PAD).sum()) for side in batch)  # BOS and EOS included
         if update % cfg.eval_every and update < cfg.steps:
             continue
         with torch.compiler.set_stance("force_eager"):  # validation is too short to compile
@@ -709,7 +710,7 @@ def graphed(function, device, eager_calls=0):
         for buffer, x in zip(buffers, inputs):
             buffer.copy_(x)  # a replay reads the memory addresses of its recording
         graph.replay()
-        return output
+        return output  # the next call with these shapes overwrites it
 
     return call
 

@@ -775,6 +775,7 @@ def test_vocabularies():
     pairs = [(["b", "a", "a", "<pad>"], ["x"]), (["c", "a", "b"], ["x", "y", "<unk>"])]
     source, _ = data.build_vocabularies(pairs)
     assert [source[w] for w in ("a", "nowhere", "<pad>", "<unk>")] == [4, UNK, UNK, UNK]
+    assert data.build_vocabularies([("b a a <pad>", "x"), ("c a b", "x")])[0].words == source.words
     assert data.build_vocabularies(pairs, min_count=2)[0].words[4:] == ["a", "b"]
     assert data.build_vocabularies(pairs, sizes=(5, 5))[0].words[4:] == ["a"]
     for vocabulary in data.build_vocabularies(pairs, share=True):
@@ -996,7 +997,10 @@ def read_log(out):
     return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "transformer --share-vocab", "luong --score location"])
+SHARED = "transformer --share-vocab --tgt-vocab 9"  # --tgt-vocab has no effect then
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, SHARED, "luong --score location"])
 def test_train_translate_align(name, folder):
     """A model trained on text files can translate, align and be tested, from its folder alone."""
     stdout, progress = run(*small(name), "--out", "new")
@@ -1333,8 +1337,8 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     ("--resume --min-count 2", "--min-count 1, not 2"),
     ("--resume --share-vocab", "--share-vocab False, not True"),
     ("--resume --max-len 50", "--max-len 20, not 50"),
-    (f"--resume --steps 9 {VALID} train.en train.fr", "trained on different text"),
-    (f"--resume --steps 9 {SWAPPED}", "trained on different text"),
+    (f"--resume --steps 9 {VALID} train.en train.fr", "text has changed"),
+    (f"--resume --steps 9 {SWAPPED}", "text has changed"),
     # unknown flags and values out of range
     ("--medium --paper", "not allowed with argument"),
     ("--beem 3", "unrecognized arguments: --beem"),

@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         self.encoder = nn.ModuleList(EncoderLayer(cfg) for _ in range(cfg.layers))
         self.decoder = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.layers))
         self.drop = nn.Dropout(cfg.dropout)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # process-wide; slow for every new shape
+        torch.backends.cuda.enable_cudnn_sdp(False)  # process-wide; cuDNN's is slow at a new shape
         self.init_weights()
 
     def init_weights(self):  # see Deviations at the top
@@ -399,7 +399,8 @@ def beam(model, src, max_len, K, penalty=0.0):
     def extend(y, score, ended, *state):  # every hypothesis by one word
         logits, state = net.step(y, state, memory)
         y, rows, score = best_extensions(logits, score, ended)
-        return y, rows, score, *net.reorder(state, rows)  # a sentence's K rows share their memory
+        # memory stays in its order, because the K rows of a sentence are equal there
+        return y, rows, score, *net.reorder(state, rows)
 
     if src.is_cuda:
         extend = graphed(extend, src.device)  # recorded at the first call, then replayed
@@ -523,7 +524,7 @@ def train(out, corpus, model, optimizer, log, snapshots, start):
     for update, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, update)))  # so checkpoints need no random state
         loss = train_step(*map(torch.from_numpy, batch))
-        tokens += sum(int((side != PAD).sum()) for side in batch)
+        tokens += sum(int((side != PAD).sum()) for side in batch)  # BOS and EOS included
         if update % cfg.eval_every and update < cfg.steps:
             continue
         with torch.compiler.set_stance("force_eager"):  # validation is too short to compile
@@ -701,7 +702,7 @@ def graphed(function, device, eager_calls=0):
         for buffer, x in zip(buffers, inputs):
             buffer.copy_(x)  # a replay reads the memory addresses of its recording
         graph.replay()
-        return output
+        return output  # the next call with these shapes overwrites it
 
     return call
 

@@ -134,7 +134,7 @@ def build_vocabularies(pairs, sizes=(None, None), min_count=1, share=False):
         by_frequency = sorted(alphabetical, key=count.get, reverse=True)  # ties stay alphabetical
         known = [w for w in by_frequency if count[w] >= min_count and w not in SPECIALS]
         if count and not known:
-            raise InputError(f"--min-count {min_count}: no word occurs that often; lower it")
+            raise InputError(f"--min-count {min_count}: no word occurs that often; check the text")
         vocabularies.append(Vocabulary((SPECIALS + known)[:size]))
     return vocabularies
 
@@ -328,8 +328,8 @@ def svg(source, target, alpha):
 
 def write_alignments(path, pairs, alphas):
     """Writes path.npz (weights), path.txt (links of each pair) and path.svg (the first pair)."""
-    sources = [" ".join(pair[0]) for pair in pairs]
-    targets = [" ".join(pair[1]) for pair in pairs]
+    sources = [" ".join(to_words(pair[0])) for pair in pairs]
+    targets = [" ".join(to_words(pair[1])) for pair in pairs]
     arrays = dict(source=sources, target=targets) | {f"alpha_{k}": a for k, a in enumerate(alphas)}
     write(f"{path}.npz", arrays, lambda arrays, file: np.savez_compressed(file, **arrays))
     write(f"{path}.txt", "".join(pharaoh(alpha) + "\n" for alpha in alphas).encode())
@@ -371,7 +371,9 @@ def parse_args(Config, description, devices, argv=None):
     existing = args.resume or args.translate or args.align or args.test
     if bool(args.train) != bool(args.valid):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
-    if args.out and not existing:
+    if args.resume and (args.translate or args.align or args.test):
+        raise InputError("--resume: trains; leave it out with --translate, --align and --test")
+    if args.out and not existing and RANK == 0:  # rank 0 may have begun before a slower process
         check_new(args.out)
     if args.preset == Config.medium and args.device == "cpu" and not existing and RANK == 0:
         to_stderr("--medium can take a day on a CPU; for a few thousand pairs, leave it out")
@@ -617,10 +619,11 @@ def read_checkpoint(path, load):
 @contextlib.contextmanager
 def one_line_errors(out_of_memory):
     """Turns user errors, and torch's class of out-of-memory errors, into one line and status 2."""
+    for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
+        if getattr(sys, name) is None:  # closed by the caller, as by 2>&-
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if hasattr(sys.stdout, "reconfigure"):  # the same bytes on every system; not in notebooks
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")
-    if sys.stderr is None:  # closed by the caller, as by 2>&-
-        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         yield
         sys.stdout.flush()

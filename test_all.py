@@ -841,9 +841,9 @@ def test_alignment_files(tmp_path):
     """.npz, .txt, .svg and the heatmap show the right weights at the right words."""
     alpha = np.array([[0.1, 0.7, 0.2], [0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.1, 0.1, 0.8]])
     pair = ["red", "car"], ["voiture", "rouge", "."]
-    data.write_alignments(tmp_path / "align", [pair, (["a"], [])], [alpha, np.ones((1, 2)) / 2])
+    data.write_alignments(tmp_path / "align", [pair, ("ab", "")], [alpha, np.ones((1, 2)) / 2])
     soft = np.load(tmp_path / "align.npz")
-    assert [*soft["source"], *soft["target"]] == ["red car", "a", "voiture rouge .", ""]
+    assert [*soft["source"], *soft["target"]] == ["red car", "ab", "voiture rouge .", ""]
     assert np.array_equal(soft["alpha_0"], alpha)
     assert (tmp_path / "align.txt").read_text() == "0-1 1-0\n\n"
     cells = ElementTree.parse(tmp_path / "align.svg").iter("{http://www.w3.org/2000/svg}rect")
@@ -1192,9 +1192,9 @@ def test_stopped_before_first_checkpoint(folder):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_unwritable_stderr(folder):
-    """Training and translating finish even if stderr, or its reader, is gone."""
+    """Training and translating finish even if stderr, its reader or all streams are gone."""
     train = " ".join(map(str, small()))
-    redirections = dict(full="2> /dev/full", head="2>&1 | head -1", closed="2>&-")
+    redirections = dict(full="2> /dev/full", head="2>&1 | head -1", closed="<&- >&- 2>&-")
     for out, redirection in redirections.items():
         done = shell(f"{train} --out {out} {redirection}")
         assert (done.returncode, done.stderr) == (0, "")
@@ -1213,6 +1213,15 @@ def test_two_processes_resume(folder):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors.decode()
     assert fingerprint("new") == fingerprint("runs/bahdanau")
+
+
+def test_slow_process(folder, monkeypatch):
+    """With torchrun, a process may start after the first one has written its files."""
+    arguments = bahdanau.Config, bahdanau.__doc__, ["cpu"], ["--out", "runs/bahdanau"]
+    with pytest.raises(data.InputError, match="already exists"):
+        data.parse_args(*arguments)
+    monkeypatch.setattr(data, "RANK", 1)
+    assert data.parse_args(*arguments)[0].out == Path("runs/bahdanau")
 
 
 def test_two_writers(tmp_path, monkeypatch):
@@ -1330,6 +1339,7 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     ("--translate --out runs/luong", "made by luong.py"),
     ("--resume --out runs/luong", "made by luong.py"),
     # flags that contradict a saved model
+    ("--resume --steps 9 --translate", "--resume: trains; leave it out"),
     ("--translate --hidden 12", "--hidden 10, not 12"),
     ("--resume --hidden 12", "--hidden 10, not 12"),
     ("--resume --paper", "--max-len 20, not 50"),

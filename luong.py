@@ -25,8 +25,8 @@ Deviations from the paper
   learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
 - LSTMs without biases, as in the authors' code, so that zeros as padding leave a zero state as it
   is; Zaremba et al., whom the paper cites, have biases. --replace-unk has no dictionary.
-- Where the paper is silent: beam 10, which shrinks when a hypothesis ends, 0 to n + 50 words (the
-  authors' code: a constant 12, 0.5n to 1.5n), and the weights with the best validation loss.
+- Where the paper is silent: beam 10, which shrinks when a hypothesis ends (authors' code: always
+  12), 0 to n + 50 words for n source words (0.5n to 1.5n), the weights of the best validation.
 - Single models only: BLEU 23.0 is an ensemble's. --steps stands for 12 epochs. CUDA: bf16. Without
   --paper: smaller, Adam, label smoothing, global attention, input feeding only with --medium.
 """
@@ -270,7 +270,7 @@ class Config:
 
     @classmethod
     def medium(cls, **overrides):
-        """For 10,000 to 300,000 pairs; chosen on validation sets: Multi30k, for score Europarl."""
+        """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set, score on Europarl's."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, score="dot", input_feeding=True, dropout=0.5, init=0.08)
         recipe = dict(lr=0.008, warmup=200, smoothing=0.2, average=10, beam=5, length_penalty=1.0)

@@ -134,7 +134,8 @@ def build_vocabularies(pairs, sizes=(None, None), min_count=1, share=False):
         by_frequency = sorted(alphabetical, key=count.get, reverse=True)  # ties stay alphabetical
         known = [w for w in by_frequency if count[w] >= min_count and w not in SPECIALS]
         if count and not known:
-            raise InputError(f"--min-count {min_count}: no word occurs that often; check the text")
+            reason = f"--min-count {min_count}: no word occurs that often"
+            raise InputError(f"{reason}; lower it, or check the text")
         vocabularies.append(Vocabulary((SPECIALS + known)[:size]))
     return vocabularies
 

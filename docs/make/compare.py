@@ -6,7 +6,7 @@ Random batches of one shape; figures are medians after warm-up, of 20 training s
 In training, alternatives use bf16 autocast, clipping and fused Adam, in decoding bf16 weights;
 ours follow their papers.
 Hugging Face's Marian is included if transformers is installed. Compiled means torch.compile in its
-default mode. Takes about four minutes, and needs an otherwise idle machine.
+default mode. Takes about three minutes, and needs an otherwise idle machine.
 """
 
 import gc

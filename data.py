@@ -374,7 +374,7 @@ def parse_args(Config, description, devices, argv=None):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
     if args.resume and (args.translate or args.align or args.test):
         raise InputError("--resume: trains; leave it out with --translate, --align and --test")
-    if args.out and not existing and RANK == 0:  # rank 0 may have begun before a slower process
+    if args.out and not existing and RANK == 0:  # others may find rank 0's new folder
         check_new(args.out)
     if args.preset == Config.medium and args.device == "cpu" and not existing and RANK == 0:
         to_stderr("--medium can take a day on a CPU; for a few thousand pairs, leave it out")
@@ -485,7 +485,8 @@ def check_files(*paths):
     """Rejects pipes, such as <(zcat train.en.gz), because training reads its files repeatedly."""
     for path in paths:
         if Path(path).exists() and not Path(path).is_file():
-            raise InputError(f"{path}: not a regular file, but read repeatedly; write it to a file")
+            problem = "not a regular file, but training reads it repeatedly"
+            raise InputError(f"{path}: {problem}; save its content as a file")
 
 
 class Corpus:
@@ -604,7 +605,7 @@ def read_checkpoint(path, load):
         raise InputError(f"{path}: not found; train a model first, or name another run") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check the file") from None
-    except Exception as error:  # a damaged archive can raise many types
+    except Exception as error:  # a damaged archive can raise many kinds
         wrong = error
     if wrong:
         raise InputError(f"{path}: damaged ({wrong}); restore the file, or train again")
@@ -676,7 +677,7 @@ EXAMPLE = "the agreement on the european economic area was signed in august 1992
 #   noun (kind: what it denotes)    city/cities ville f    English[/plural] French gender
 #   before, quality, origin, field  red rouge rouge        adjective: English masculine feminine
 #   the, a                          my mon ma              determiner, like an adjective
-#   verb (kind: its object)         keep/kept/kept gard    English[/past/participle], then the stem
+#   verb (kind: object, or être)    keep/kept/kept gard    English[/past/participle], then the stem
 #     of an -er verb, or je/nous/vous/il/ils/participle/infinitive, as in vois/voyons/.../vu/voir
 #   subject, object                 he il 3 m              pronoun: English French person gender;
 #     persons are 0: je, 1: nous, 2: vous, 3: il, 4: ils; an object lists the subjects it can have

@@ -5,7 +5,7 @@
 """Luong attention: global or local attention after the recurrent step, with simpler scores.
 Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 1508.04025
 
-    h_t = LSTM([y_{t-1} ; h~_{t-1}])           top decoder layer; h~ only with input feeding    3.3
+    h_t = LSTM([y_{t-1} ; h~_{t-1}], h_{t-1})  top decoder layer; h~ only with input feeding    3.3
     score(h_t, hbar_s) = h_t^T W_a hbar_s      general; dot: no W_a; concat: a tanh layer       3.1
     a_t(s) = softmax_s(score(h_t, hbar_s))     attention weights                                (7)
     a_t = softmax(W_a h_t)                     location: one row of W_a per source position     (8)
@@ -19,7 +19,7 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
 Deviations from the paper
 - s counts from 1 to S in sentence order, EOS included; the authors' code leaves EOS out. p_t is a
   real number, so a local-p window covers 2D words, not 2D + 1. The location score needs global
-  attention; it is masked before the softmax, the paper cuts its weights afterwards (footnote 6).
+  attention; it is masked before the softmax; the paper cuts its weights afterwards (footnote 6).
 - The model's alpha is a_t scaled to sum to 1, for the predicted word y_t. The authors read a_t as
   the alignment of the input word y_{t-1}, except with the location score (footnote 14). concat
   learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
@@ -270,7 +270,7 @@ class Config:
 
     @classmethod
     def medium(cls, **overrides):
-        """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set, score on Europarl's."""
+        """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set (score: Europarl's)."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, score="dot", input_feeding=True, dropout=0.5, init=0.08)
         recipe = dict(lr=0.008, warmup=200, smoothing=0.2, average=10, beam=5, length_penalty=1.0)
@@ -347,7 +347,7 @@ def make_train_step(model, cfg, optimizer=None):
         if cfg.clip:
             gradient.mul_((cfg.clip / gradient.norm()).clamp(max=1))
         for group in optimizer.param_groups:
-            group["update"] = group.get("update", 0) + 1  # here, so that checkpoints include it
+            group["update"] = group.get("update", 0) + 1  # in the optimizer, so checkpoints have it
             group["lr"] = learning_rate(cfg, group["update"])
         optimizer.step()
         gradient.zero_()
@@ -421,7 +421,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     out = out.unflatten(0, (B, K))  # (B,K,T)
     normalized = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1) & score.isfinite()
-    excluded = finished.any(1, keepdim=True) & ~finished  # unfinished ones win only if none has
+    excluded = finished.any(1, keepdim=True) & ~finished  # an unfinished one wins only if all are
     out = out[torch.arange(B), normalized.masked_fill(excluded, -torch.inf).argmax(1)]
     return out[:, : int((out != PAD).sum(1).max())]
 
@@ -518,7 +518,7 @@ def load(path, device="cpu", **flags):
 
 
 def train(out, corpus, model, optimizer, log, snapshots, start):
-    """Trains until --steps. Writes model.pt (best weights or --average) and last.pt (to resume)."""
+    """Trains until --steps. Writes model.pt (best or averaged weights) and last.pt (to resume)."""
     cfg = model.cfg
     about = dict(corpus.about, config=vars(cfg), script=Path(__file__).stem)
     if not log:  # so that --resume works before the first validation
@@ -627,8 +627,8 @@ def main(argv=None):
 @torch.no_grad()
 def bf16_copy(model):
     """On CUDA, a bf16 copy of the model with its current weights and mode; elsewhere the model."""
-    # Not torch.autocast, which casts the weights in every call: on an H200, training runs at 0.85
-    # to 1.0 times this speed, greedy decoding at 0.5 to 0.7 times.
+    # Not torch.autocast, which casts the weights again in every forward pass: on an H200, it trains
+    # at 0.85 to 1.0 times the speed of this copy, and decodes greedily at 0.5 to 0.7 times.
     if not next(model.parameters()).is_cuda:
         return model
     if "bf16" not in model.__dict__:
@@ -710,7 +710,7 @@ def graphed(function, device, eager_calls=0):
         for buffer, x in zip(buffers, inputs):
             buffer.copy_(x)  # a replay reads the memory addresses of its recording
         graph.replay()
-        return output  # the next call with these shapes overwrites it
+        return output  # later calls may overwrite it
 
     return call
 

@@ -1327,7 +1327,7 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     (f"{VALID} train.en half.gz", "half.gz: cannot be read"),
     (f"{VALID} train.en latin1", "latin1, line 2"),
     (f"{VALID} train.en short", "short: ends after line 1"),
-    (f"{VALID} train.en {os.devnull}", "not a regular file, but read repeatedly"),
+    (f"{VALID} train.en {os.devnull}", "not a regular file, but training reads it repeatedly"),
     ("--train train.en train.fr", "give both"),
     (f"{VALID} train.en train.fr --min-count 99", "--min-count 99: no word occurs that often"),
     ("--train long long --valid long long", "long: no pair of 1 to 100 words"),

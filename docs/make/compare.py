@@ -3,8 +3,8 @@
 python docs/make/compare.py
 
 Random batches of one shape; figures are medians after warm-up, of 20 training steps or 5 calls.
-In training, alternatives use bf16 autocast, clipping and fused Adam, in decoding bf16 weights;
-ours follow their papers.
+The alternatives train with bf16 autocast, clipping and fused Adam, and decode with bf16 weights.
+Ours train and decode in bf16, with the optimizer and the clipping of their papers.
 Hugging Face's Marian is included if transformers is installed. Compiled means torch.compile in its
 default mode. Takes about three minutes, and needs an otherwise idle machine.
 """
@@ -133,7 +133,7 @@ class Recurrent(nn.Module):
     def forward(self, src, tgt_in):
         h, _ = self.encoder(self.E_x(src))
         s, _ = self.decoder(self.E_y(tgt_in))
-        return self.W(s + 0 * h[:, :1, : s.size(-1)])  # so that the encoder gets a gradient
+        return self.W(s + 0 * h[:, :1, : s.size(-1)])  # so that backward includes the encoder
 
 
 def compare_training(work, shape, contestants):

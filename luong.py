@@ -23,11 +23,11 @@ Deviations from the paper
 - The model's alpha is a_t scaled to sum to 1, for the predicted word y_t. The authors read a_t as
   the alignment of the input word y_{t-1}, except with the location score (footnote 14). concat
   learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
-- LSTMs without biases, as in the authors' code, so that zeros as padding leave a zero state as it
-  is; Zaremba et al., whom the paper cites, have biases. --replace-unk has no dictionary.
+- LSTMs without biases, as in the authors' code, so that zero vectors as padding do not change a
+  zero state; Zaremba et al., whom the paper cites, have biases. --replace-unk has no dictionary.
 - Where the paper is silent: beam 10, which shrinks when a hypothesis ends (authors' code: always
   12), 0 to n + 50 words for n source words (0.5n to 1.5n), the weights of the best validation.
-- Single models only: BLEU 23.0 is an ensemble's. --steps stands for 12 epochs. CUDA: bf16. Without
+- Single models only: BLEU 23.0 is an ensemble's. --steps is taken as 12 epochs. CUDA: bf16. Without
   --paper: smaller, Adam, label smoothing, global attention, input feeding only with --medium.
 """
 
@@ -270,7 +270,7 @@ class Config:
 
     @classmethod
     def medium(cls, **overrides):
-        """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set (score: Europarl's)."""
+        """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set (dot: on Europarl's)."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, score="dot", input_feeding=True, dropout=0.5, init=0.08)
         recipe = dict(lr=0.008, warmup=200, smoothing=0.2, average=10, beam=5, length_penalty=1.0)
@@ -627,8 +627,8 @@ def main(argv=None):
 @torch.no_grad()
 def bf16_copy(model):
     """On CUDA, a bf16 copy of the model with its current weights and mode; elsewhere the model."""
-    # Not torch.autocast, which casts the weights again in every forward pass: on an H200, it trains
-    # at 0.85 to 1.0 times the speed of this copy, and decodes greedily at 0.5 to 0.7 times.
+    # Not torch.autocast, which casts the operands of every operation separately: on an H200, it
+    # trains at 0.85 to 1.0 times the speed of this copy, and decodes greedily at 0.5 to 0.7 times.
     if not next(model.parameters()).is_cuda:
         return model
     if "bf16" not in model.__dict__:

@@ -467,7 +467,7 @@ def saved_config(path, saved, Config, flags):
     config = vars(Config()) | saved["config"]  # a field added since takes its default
     try:
         Config(**config)
-    except InputError as error:  # a choice that was removed since
+    except InputError as error:  # a choice that has since been removed
         raise InputError(f"{path}: trained with {error}") from None
     fixed = {}
     for name in names[: names.index("lr")]:  # text, model and optimizer are fixed; the rest is not
@@ -597,7 +597,7 @@ def write_log(out, log):  # one line per validation; the last line of a finished
 
 
 def read_checkpoint(path, load):
-    """The content of a checkpoint; load is torch.load, because this file needs no torch."""
+    """The content of a checkpoint; load is torch.load, which this file does not import."""
     try:
         with zipfile.ZipFile(path) as archive:
             wrong = archive.testzip()  # compares checksums, which torch.load does not
@@ -1001,7 +1001,7 @@ class Grammar:
         return []
 
     def act(self, subject, keep, gap=None):
-        """What the subject does or is. The gap of "the cat that she saw" is its object, the cat."""
+        """What the subject does or is; gap is an object named before: the cat that she saw."""
         room = self.room(keep)
         if gap:
             kind = gap.kind

@@ -568,7 +568,7 @@ def main(argv=None):
             dist.destroy_process_group()
 
 
-# ---- speed: what follows changes only rounding and the time it takes; skip it at first ----
+# ---- speed: what follows affects only rounding and running time; skip it at first ----
 
 
 @torch.no_grad()

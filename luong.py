@@ -25,10 +25,10 @@ Deviations from the paper
   learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
 - LSTMs without biases, as in the authors' code, so that zero vectors as padding do not change a
   zero state; Zaremba et al., whom the paper cites, have biases. --replace-unk has no dictionary.
-- Where the paper is silent: beam 10, which shrinks when a hypothesis ends (authors' code: always
-  12), 0 to n + 50 words for n source words (0.5n to 1.5n), the weights of the best validation.
-- Single models only: BLEU 23.0 is an ensemble's. --steps is taken as 12 epochs. CUDA: bf16. Without
-  --paper: smaller, Adam, label smoothing, global attention, input feeding only with --medium.
+- Where the paper is silent: beam 10, shrinking as hypotheses end; 0 to n + 50 words for n source
+  words; the best validation loss. Authors' code: beam 12, which never shrinks; 0.5n to 1.5n words.
+- Single models only: BLEU 23.0 is an ensemble's. --steps is 12 epochs, or 10 without dropout. CUDA:
+  bf16. Without --paper: smaller, Adam, label smoothing, global; input feeding only with --medium.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ class LuongNMT(nn.Module):
         self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.emb)
         self.encoder = DeepLSTM(cfg.emb, cfg.hidden, cfg.layers, cfg.dropout)
         self.decoder = DeepLSTM(cfg.emb + fed, cfg.hidden, cfg.layers, cfg.dropout)
-        positions = (cfg.max_len or 100) + 1  # at least those of every training sentence
+        positions = (cfg.max_len or 100) + 1  # enough for every training sentence and EOS
         self.attention = LuongAttention(cfg.hidden, cfg.score, cfg.attention, cfg.window, positions)
         self.W_c = nn.Linear(2 * cfg.hidden, cfg.hidden, bias=False)
         self.W_s = nn.Linear(cfg.hidden, cfg.tgt_vocab, bias=False)
@@ -622,7 +622,7 @@ def main(argv=None):
             dist.destroy_process_group()
 
 
-# ---- speed: what follows changes only rounding and the time it takes; skip it at first ----
+# ---- speed: what follows affects only rounding and running time; skip it at first ----
 
 
 @torch.no_grad()

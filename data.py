@@ -367,7 +367,9 @@ def parse_args(Config, description, devices, argv=None):
     presets.add_argument("--paper", **const, const=Config.paper, help="the paper's settings")
     parser.add_argument("--device", choices=devices, default=devices[-1], help=f"[{devices[-1]}]")
     add_flags(parser, Config, dict(medium=Config.medium(), paper=Config.paper()))
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise InputError(f"{' '.join(unknown)}: unknown argument; see --help")
     flags = {k: value for k, value in vars(args).items() if k in Config.__dataclass_fields__}
     existing = args.resume or args.translate or args.align or args.test
     if bool(args.train) != bool(args.valid):
@@ -476,25 +478,29 @@ def saved_config(path, saved, Config, flags):
         unused |= name == "tgt_vocab" and config["share_vocab"]  # --src-vocab is the size of both
         if value != config[name] and not unused:
             flag = f"--{name.replace('_', '-')} {config[name]}, not {value}"
-            raise InputError(f"{path}: trained with {flag}; leave out the flag, or its preset")
+            raise InputError(f"{path}: trained with {flag}; leave it out, or start a new run")
         fixed[name] = config[name]
     return Config(**config | flags | fixed)
 
 
-def check_files(*paths):
-    """Rejects pipes, such as <(zcat train.en.gz), because training reads its files repeatedly."""
-    for path in paths:
-        if Path(path).exists() and not Path(path).is_file():
+def check_files(paths, from_checkpoint):
+    """Rejects pipes, which cannot be read twice, and explains names that nobody has typed."""
+    for path in map(Path, paths):
+        if path.exists() and not path.is_file():  # such as <(zcat train.en.gz)
             problem = "not a regular file, but training reads it repeatedly"
             raise InputError(f"{path}: {problem}; save its content as a file")
+        if from_checkpoint and not path.exists():
+            remedy = "resume in the folder in which it started, or pass --train and --valid"
+            raise InputError(f"{path}: the text of this run is not found from here; {remedy}")
 
 
 class Corpus:
     """Training, validation and test pairs: from text files, or the built-in corpus."""
 
     def __init__(self, cfg, train, valid, saved):
+        from_checkpoint = not train
         train, valid = (train, valid) if train else saved.get("files", (None, None))
-        check_files(*(train or ()), *(valid or ()))
+        check_files((*(train or ()), *(valid or ())), from_checkpoint)
         max_len = cfg.max_len or (100 if train else 30)
         if train:
             self.valid = self.test = list(read_pairs(*valid))
@@ -543,6 +549,13 @@ class Corpus:
         return f"{pairs}, {vocabularies}, at most {unknown:.1%} of words unknown"
 
 
+def report_unknown(sentences, vocabulary, hint=""):
+    unknown = [word for sentence in sentences for word in sentence if word not in vocabulary]
+    if unknown:
+        noun = "word" if len(unknown) == 1 else "words"
+        to_stderr(f"{len(unknown):,} unknown {noun}: {' '.join(unknown[:10])}{hint}")
+
+
 def read_stdin(vocabulary):
     """Yields lists of up to 4,000 sentences, or of one in a terminal; reports unknown words."""
     in_terminal = os.isatty(0)
@@ -557,11 +570,7 @@ def read_stdin(vocabulary):
         sentences = [to_words(line.decode(errors="replace")) for line in lines]
         if in_terminal and sentences == [[]]:
             continue
-        unknown = [word for sentence in sentences for word in sentence if word not in vocabulary]
-        if unknown:
-            noun = "word" if len(unknown) == 1 else "words"
-            message = f"{len(unknown):,} unknown {noun}: {' '.join(unknown[:10])}"
-            to_stderr(message + hint if in_terminal else message)
+        report_unknown(sentences, vocabulary, hint if in_terminal else "")
         yield sentences
 
 

@@ -481,11 +481,14 @@ def inference_command(args, flags, device):
     """--test prints scores; --align and --translate print one line per input line."""
     model, vocabularies = load(args.out, device, **flags)
     if args.test:
-        result = evaluate(model, list(data.read_pairs(*args.test)), vocabularies)
+        pairs = list(data.read_pairs(*args.test))
+        data.report_unknown((source for source, _ in pairs), vocabularies[0])
+        result = evaluate(model, pairs, vocabularies)
         print(data.format_scores(result, f"{args.out} on {args.test[1]}"))
     elif args.align:
         pairs = data.read_pairs(*args.align)
         while chunk := list(itertools.islice(pairs, 4000)):
+            data.report_unknown((source for source, _ in chunk), vocabularies[0])
             print(*map(data.pharaoh, alignments(model, chunk, vocabularies)), sep="\n")
     else:
         for sources in data.read_stdin(vocabularies[0]):

@@ -1102,6 +1102,22 @@ def test_output(folder, monkeypatch):
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
+def test_swapped_or_moved_files(folder):
+    """Unknown words reveal swapped files; --resume says that it misses the text of its run."""
+    french = {word for _, target, _ in PAIRS for word in target}
+    english = {word for source, _, _ in PAIRS for word in source}
+    words = [word for _, target, _ in PAIRS for word in target if word in french - english]
+    for command in ("--test", "--align"):
+        _, (warning,) = run("bahdanau", command, "train.fr", "train.en")
+        assert warning.startswith(f"{len(words)} unknown words: {words[0]} ")
+        assert run("bahdanau", command, "train.en", "train.fr")[1] == []
+    Path("valid.fr.gz").rename("moved.fr.gz")
+    before = contents()
+    _, (error,) = run("bahdanau", "--resume", "--steps", "9", status=2)
+    assert error.startswith("valid.fr.gz: the text of this run is not found from here; resume in")
+    assert contents() == before
+
+
 # ---- faults and --resume ------------------------------------------------------------------------
 FAULTS = {
     "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
@@ -1351,7 +1367,7 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     (f"--resume --steps 9 {SWAPPED}", "text has changed"),
     # unknown flags and values out of range
     ("--medium --paper", "not allowed with argument"),
-    ("--beem 3", "unrecognized arguments: --beem"),
+    ("--beem 3", "--beem 3: unknown argument; see --help"),
     ("--beam 0", "--beam 0: must be at least 1"),
     ("--beam 100000", "--beam 100000: must be at most 1,000"),
     ("--hidden 100000000000000000000", "must be at most 1,000,000,000"),

@@ -375,7 +375,7 @@ def parse_args(Config, description, devices, argv=None):
     if bool(args.train) != bool(args.valid):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
     if args.resume and (args.translate or args.align or args.test):
-        raise InputError("--resume: trains; leave it out with --translate, --align and --test")
+        raise InputError("--resume: is for training; omit it with --translate, --align and --test")
     if args.out and not existing and RANK == 0:  # others may find rank 0's new folder
         check_new(args.out)
     if args.preset == Config.medium and args.device == "cpu" and not existing and RANK == 0:
@@ -484,7 +484,7 @@ def saved_config(path, saved, Config, flags):
 
 
 def check_files(paths, from_checkpoint):
-    """Rejects pipes, which cannot be read twice, and explains names that nobody has typed."""
+    """Rejects pipes, which cannot be read twice, and missing files that a checkpoint names."""
     for path in map(Path, paths):
         if path.exists() and not path.is_file():  # such as <(zcat train.en.gz)
             problem = "not a regular file, but training reads it repeatedly"

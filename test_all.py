@@ -1355,7 +1355,7 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     ("--translate --out runs/luong", "made by luong.py"),
     ("--resume --out runs/luong", "made by luong.py"),
     # flags that contradict a saved model
-    ("--resume --steps 9 --translate", "--resume: trains; leave it out"),
+    ("--resume --steps 9 --translate", "--resume: is for training; omit it"),
     ("--translate --hidden 12", "--hidden 10, not 12"),
     ("--resume --hidden 12", "--hidden 10, not 12"),
     ("--resume --paper", "--max-len 20, not 50"),

@@ -376,7 +376,7 @@ def parse_args(Config, description, devices, argv=None):
         raise InputError("--train SRC TGT and --valid SRC TGT go together; give both")
     if args.resume and (args.translate or args.align or args.test):
         raise InputError("--resume: is for training; omit it with --translate, --align and --test")
-    if args.out and not existing and RANK == 0:  # others may find rank 0's new folder
+    if args.out and not existing and RANK == 0:  # other ranks may see rank 0's new folder
         check_new(args.out)
     if args.preset == Config.medium and args.device == "cpu" and not existing and RANK == 0:
         to_stderr("--medium can take a day on a CPU; for a few thousand pairs, leave it out")
@@ -490,8 +490,8 @@ def check_files(paths, from_checkpoint):
             problem = "not a regular file, but training reads it repeatedly"
             raise InputError(f"{path}: {problem}; save its content as a file")
         if from_checkpoint and not path.exists():
-            remedy = "resume in the folder in which it started, or pass --train and --valid"
-            raise InputError(f"{path}: the text of this run is not found from here; {remedy}")
+            remedy = "resume in the folder where the run started, or pass --train and --valid"
+            raise InputError(f"{path}: not found, but this run needs it; {remedy}")
 
 
 class Corpus:
@@ -614,7 +614,7 @@ def read_checkpoint(path, load):
         raise InputError(f"{path}: not found; train a model first, or name another run") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check the file") from None
-    except Exception as error:  # a damaged archive can raise many kinds
+    except Exception as error:  # a damaged archive can raise many kinds of errors
         wrong = error
     if wrong:
         raise InputError(f"{path}: damaged ({wrong}); restore the file, or train again")
@@ -1010,7 +1010,7 @@ class Grammar:
         return []
 
     def act(self, subject, keep, gap=None):
-        """What the subject does or is; gap is an object named before: the cat that she saw."""
+        """What the subject does or is; gap is an object already named: the cat that she saw."""
         room = self.room(keep)
         if gap:
             kind = gap.kind

@@ -308,8 +308,7 @@ def make_train_step(model, cfg, optimizer=None):
     weights = list(model.parameters())
     device = weights[0].device
     on_gpu = device.type == "cuda"
-    net = bf16_copy(model)  # made here, or the first recording would include making it
-    criterion = compile_parts(net) if on_gpu and cfg.compile else summed_loss
+    criterion = compile_parts(bf16_copy(model)) if on_gpu and cfg.compile else summed_loss
     gradient = torch.cat([torch.zeros_like(p).flatten() for p in weights])  # one for all weights
     for p, part in zip(weights, gradient.split([p.numel() for p in weights])):
         p.grad = part.view_as(p)
@@ -340,7 +339,7 @@ def make_train_step(model, cfg, optimizer=None):
         if cfg.clip:
             gradient.mul_((cfg.clip / gradient.norm()).clamp(max=1))
         for group in optimizer.param_groups:
-            group["update"] = group.get("update", 0) + 1  # in the optimizer, so checkpoints have it
+            group["update"] = group.get("update", 0) + 1  # saved with the optimizer
             group["lr"] = learning_rate(cfg, group["update"])
         optimizer.step()
         gradient.zero_()
@@ -400,7 +399,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     def extend(y, score, ended, *state):  # every hypothesis by one word
         logits, state = net.step(y, state, memory)
         y, rows, score = best_extensions(logits, score, ended)
-        # memory stays in its order, because the K rows of a sentence are equal there
+        # memory is not reordered, because the K rows of a sentence are equal there
         return y, rows, score, *net.reorder(state, rows)
 
     if src.is_cuda:
@@ -414,7 +413,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     out = out.unflatten(0, (B, K))  # (B,K,T)
     normalized = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1) & score.isfinite()
-    excluded = finished.any(1, keepdim=True) & ~finished  # an unfinished one wins only if all are
+    excluded = finished.any(1, keepdim=True) & ~finished  # unfinished, if any is finished
     out = out[torch.arange(B), normalized.masked_fill(excluded, -torch.inf).argmax(1)]
     return out[:, : int((out != PAD).sum(1).max())]
 

@@ -1,0 +1,459 @@
+"""Writes the built-in corpus: a grammar generates English and French sentences together, so that
+the right alignment of every word is known (valid.links and test.links, in Pharaoh format).
+
+    python corpus/grammar.py                       writes the files in this folder again
+    python corpus/grammar.py long --max-len 60     longer sentences, in the folder long
+"""
+
+import argparse
+import collections
+import random
+import re
+import zlib
+from pathlib import Path
+
+# A line is "role kind kind ...: entry, entry, ..."; the fields of an entry depend on the role:
+#   noun (kind: what it denotes)    city/cities ville f    English[/plural] French gender
+#   before, quality, origin, field  red rouge rouge        adjective: English masculine feminine
+#   the, a                          my mon ma              determiner, like an adjective
+#   verb (kind: object, or être)    keep/kept/kept gard    English[/past/participle], then the stem
+#     of an -er verb, or je/nous/vous/il/ils/participle/infinitive, as in vois/voyons/.../vu/voir
+#   subject, object                 he il 3 m              pronoun: English French person gender;
+#     persons are 0: je, 1: nous, 2: vous, 3: il, 4: ils; an object lists the subjects it can have
+#   where, about, agent             near près+de place     preposition: English French noun's kind
+#   be, être, avoir, can, must      suis, sommes, ...      a form for each of the five persons
+#   vowel                           le l'                  a word, and its form before a vowel
+#   degree, adverb, month, year, joint  august août        any other word: English French
+#   subjects, persons, does, tense  past, past, have       choices; a repeated one is more likely
+LEXICON = """
+noun person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, king roi m
+noun person: queen reine f, friend ami m, child/children enfant m, nurse infirmière f
+noun person: sister sœur f, minister ministre m, doctor médecin m
+noun animal: cat chat m, dog chien m, bird oiseau m, horse cheval m, animal animal m, cow vache f
+noun thing: mat tapis m, pie tarte f, book livre m, car voiture f, hat chapeau m, tree arbre m
+noun place: garden jardin m, market marché m, house maison f, school école f, city/cities ville f
+noun ground: street rue f, park parc m, forest forêt f, field champ m, village village m
+noun idea: agreement accord m, treaty/treaties traité m, law loi f, report rapport m, plan plan m
+noun idea: measure mesure f, reform réforme f, budget budget m, decision décision f
+noun topic: area zone f, union union f, crisis/crises crise f, problem problème m
+
+the singular: the le la, the le la, the le la, this ce cette, my mon ma, his son sa, her son sa
+the plural: the les les, the les les, the les les, these ces ces, my mes mes, his ses ses
+the plural: her ses ses
+a singular: a un une
+a plural: many beaucoup+de beaucoup+de, some des des, two deux deux
+
+before person animal: young jeune jeune, poor pauvre pauvre
+before animal: big gros grosse
+before animal thing place ground: small petit petite
+before thing idea topic: new nouveau nouvelle
+before thing place ground: big grand grande, beautiful beau belle
+quality person animal: tired fatigué fatiguée, famous célèbre célèbre, strange étrange étrange
+quality thing: useful utile utile, black noir noire, white blanc blanche, red rouge rouge
+quality thing: green vert verte
+quality place ground: dangerous dangereux dangereuse, dark sombre sombre, empty vide vide
+quality idea topic: important important importante, difficult difficile difficile
+origin idea topic: european européen européenne, french français française
+origin idea topic: italian italien italienne
+field idea topic: economic économique économique, political politique politique
+field idea topic: social social sociale
+degree: too trop, very très
+
+verb person pronoun animal ground: see/saw/seen vois/voyons/voyez/voit/voient/vu/voir, love aim
+verb person pronoun: hit/hit/hit frapp, watch regard, admire admir, leave/left/left quitt
+verb animal thing: find/found/found trouv
+verb thing: keep/kept/kept gard, draw/drew/drawn dessin, forget/forgot/forgotten oubli
+verb place: visit visit, love aim
+verb ground: cross travers
+verb idea: sign sign, adopt adopt, refuse refus, present présent, accept accept
+verb topic: examine examin, discuss discut, mention mentionn
+verb nothing: sleep/slept/slept dors/dormons/dormez/dort/dorment/dormi/dormir, sing/sang/sung chant
+verb nothing: dance dans
+verb être: arrive arriv, fall/fell/fallen tomb, stay rest
+be present: am, are, are, is, are
+be past: was, were, were, was, were
+être present: suis, sommes, êtes, est, sont
+être past: étais, étions, étiez, était, étaient
+avoir: ai, avons, avez, a, ont
+can: peux, pouvons, pouvez, peut, peuvent
+must: dois, devons, devez, doit, doivent
+adverb: not pas, not pas, never jamais, often souvent, always toujours
+
+subject any because: i je 0 m, we nous 1 m, you vous 2 m, he il 3 m, she elle 3 f
+subject any because: john jean 3 m, mary marie 3 f
+subject any: they ils 4 m
+object 2 3 4: me me 0 m, us nous 1 m
+object 0 1 3 4: you vous 2 m
+object 0 1 2 3 4: him le 3 m, her la 3 f, them les 4 m
+
+where: on sur thing, under sous thing, with avec thing, with avec person
+where: in dans place, in dans ground, near près+de place, near près+de ground
+about: on sur topic, of de person
+agent: by par person
+month: january janvier, march mars, april avril, june juin, july juillet, august août
+year: 1991 1991, 1992 1992, 1993 1993, 1994 1994, 1995 1995, 1996 1996, 1997 1997, 1998 1998
+joint: and et, and et, but mais, or ou, because parce+que
+vowel: le l', la l', je j', me m', ne n', de d', que qu', ce cet, ma mon, sa son
+vowel: beau bel, nouveau nouvel
+
+subjects: person, person, person, animal, idea, idea, topic, thing, place, ground
+persons: person
+does short: quality, nothing, être
+does person: quality, nothing, être, person, pronoun, animal, thing, place, ground, idea, topic
+does animal: quality, nothing, être, person, pronoun, animal, ground
+does thing place ground idea topic: quality, passive, passive
+tense short: present, past
+tense long: present, present, past, past, have, can, must
+"""
+ALIVE = ("person", "animal", "pronoun")
+JOINED = {"de le": "du", "de les": "des", "de des": "de", "de de": "de", "à le": "au"}
+# French is a list of (word, positions of the English words it comes from), such as ("du", (2, 3)).
+Phrase = collections.namedtuple("Phrase", "french person gender plural kind")
+FORMS = "english masculine feminine base third past present infinitive"
+# An adjective has the first three forms; a verb has all, the first three being its participle's.
+Word = collections.namedtuple("Word", FORMS, defaults=[None] * 5)
+
+
+def conjugate(english, french):  # the Word of a verb's entry
+    if "/" in english:
+        base, past, participle = english.split("/")
+    else:
+        base = english
+        past = participle = base + ("d" if base.endswith("e") else "ed")
+    third = base + ("es" if base.endswith(("s", "ch")) else "s")
+    if "/" in french:
+        *present, done, infinitive = french.split("/")
+    else:
+        present = [french + ending for ending in ("e", "ons", "ez", "e", "ent")]
+        done = french + "é"
+        infinitive = french + "er"
+    return Word(participle, done, done + "e", base, third, past, present, infinitive)
+
+
+def read_entry(role, entry):  # a Word, a list of fields, or a string if there is only one field
+    fields = entry.split()
+    if role == "verb":
+        return conjugate(*fields)
+    if role == "quality":  # used like a participle, which is a Word, too
+        return Word(*fields)
+    return fields if len(fields) > 1 else entry
+
+
+def read_lexicon(lexicon):
+    """{"role kind": [entry, ...]}, or {"role": [entry, ...]} for a role that has no kinds."""
+    words = {}
+    for line in lexicon.split("\n"):
+        if not line:
+            continue
+        head, entries = line.split(": ")
+        role, *kinds = head.split()
+        keys = [f"{role} {kind}" for kind in kinds] if kinds else [role]
+        for key in keys:
+            found = [read_entry(role, entry) for entry in entries.split(", ")]
+            words.setdefault(key, []).extend(found)
+    return words
+
+
+WORDS = read_lexicon(LEXICON)
+BEFORE_VOWEL = dict(WORDS["vowel"])
+
+
+def pluralize(word):  # a French adjective, participle or noun
+    if word[-1] in "sx":
+        return word
+    if word.endswith("al"):
+        word = word[:-1] + "u"  # animal, animaux
+    return word + ("x" if word.endswith("au") else "s")
+
+
+def inflect(masculine, feminine, gender, plural):
+    word = feminine if gender == "f" else masculine
+    return pluralize(word) if plural else word
+
+
+def forms(word, kind, person, tense, negated):
+    """(did, see, a, vu): the English auxiliary and verb, the French finite verb and the rest."""
+    if kind in ("quality", "passive"):
+        has_been = kind == "passive" and tense == "past"  # was signed: a été signé
+        finite = WORDS["avoir" if has_been else f"être {tense}"][person]
+        return WORDS[f"be {tense}"][person], word.english, finite, word.masculine
+    if tense in ("can", "must"):
+        return tense, word.base, WORDS[tense][person], word.infinitive
+    third = person == 3
+    if tense == "present" and negated:
+        return "does" if third else "do", word.base, word.present[person], ""
+    if tense == "present":
+        return "", word.third if third else word.base, word.present[person], ""
+    finite = WORDS["être present" if kind == "être" else "avoir"][person]
+    if tense == "have":
+        return "has" if third else "have", word.english, finite, word.masculine
+    if negated:
+        return "did", word.base, finite, word.masculine
+    return "", word.past, finite, word.masculine
+
+
+def contract(french):
+    """Joins words as French does: le homme > l' homme, de le roi > du roi, ce ami > cet ami."""
+    joined = []  # the last word first, because "de l' ami" keeps its l'
+    after = ""
+    for word, positions in reversed(french):
+        if word == "dans":
+            noun = joined[-2][0]  # after an article
+            if f"{after} {noun}" in ("le marché", "l' école"):
+                word = "à"  # au marché
+        if f"{word} {after}" in JOINED:
+            word = JOINED[f"{word} {after}"]
+            _, more_positions = joined.pop()
+            positions += more_positions
+            after = joined[-1][0]
+        if word in BEFORE_VOWEL and after[0] in "aâeéèêiîoôuhœ":  # each h here is silent
+            word = BEFORE_VOWEL[word]
+        joined.append((word, positions))
+        after = word
+    return joined[::-1]
+
+
+class Grammar:
+    """Each rule adds its English words to self.english and returns its French words with links."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed).random  # random() is at least 0 and below 1
+        self.length = 0  # the number of English words to generate
+        self.english = []  # the words so far
+        self.topics = []  # the nouns of the last clause to which "because it" can refer
+        self.completed = False  # whether a date can follow the last verb
+
+    def pick(self, key):  # a random entry of the lexicon
+        options = WORDS[key]
+        return options[int(self.random() * len(options))]
+
+    def room(self, keep):  # how many more words fit if `keep` are reserved for what follows
+        return self.length - len(self.english) - keep
+
+    def say(self, word):  # adds an English word; returns the link to it
+        self.english.append(word)
+        return (len(self.english) - 1,)
+
+    def word(self, english, french):  # adds an English word; returns its French, split at "+"
+        link = self.say(english)
+        return [(word, link) for word in french.split("+")]
+
+    def agree(self, key, gender, plural=False):  # a determiner or an adjective
+        english, masculine, feminine = self.pick(key)[:3]  # a Word has more
+        return self.word(english, inflect(masculine, feminine, gender, plural))
+
+    def attach(self, key, keep, definite=False):  # a preposition and its noun
+        english, french, kind = self.pick(key)
+        return self.word(english, french) + self.noun(kind, keep, definite).french
+
+    def sentence(self, length):  # about `length` English words, their French, links {(i, j), ...}
+        self.length = length
+        self.english = []
+        keep = 1 if self.random() < 0.9 else 0  # for the period
+        french = self.clause(keep)
+        while self.room(keep) >= 4:
+            french += self.word(*self.pick("joint")) + self.clause(keep)
+        if keep:
+            french += self.word(".", ".")
+        french = contract(french)
+        english = " ".join(self.english)
+        english = re.sub(r"\ba (?=[ai]|e(?!u))", "an ", english)  # an agreement, a european law
+        gold = {(i, j) for j, (_, positions) in enumerate(french) for i in positions}
+        return english.split(), [word for word, _ in french], gold
+
+    def clause(self, keep):  # a subject and what it does
+        subject = self.subject("subjects", keep + 3)
+        return subject.french + self.act(subject, keep)
+
+    def subject(self, key, keep):
+        """A noun phrase, a pronoun or a name; after "because" also a pronoun for a recent noun."""
+        because = self.english[-1:] == ["because"]
+        if because and self.topics and self.random() < 0.5:
+            return self.pronoun(self.topics[0] if self.random() < 0.5 else self.topics[-1])
+        if self.room(keep) > 0 and self.random() < 0.75:
+            return self.noun(self.pick(key), keep)
+        return self.someone("subject because" if because else "subject any")
+
+    def pronoun(self, noun):  # replaces a noun, as a subject
+        if noun.plural:
+            english = "they"
+        elif noun.kind == "person":
+            english = "she" if noun.gender == "f" else "he"
+        else:
+            english = "it"
+        french = inflect("il", "elle", noun.gender, noun.plural)
+        return noun._replace(french=self.word(english, french))
+
+    def someone(self, key):  # a pronoun or a name
+        english, french, person, gender = self.pick(key)
+        person = int(person)
+        plural = person in (1, 4)  # nous and ils; vous is one person here
+        return Phrase(self.word(english, french), person, gender, plural, "person")
+
+    def noun(self, kind, keep, definite=False):
+        """Determiner, adjectives, noun and, where there is room, its owner or more about it."""
+        english, french, gender = self.pick(f"noun {kind}")
+        plural = self.random() < 0.3
+        owner = []
+        if kind != "person" and self.random() < 0.1 and self.room(keep) >= 4:
+            determiner, owner = self.owner(gender, plural)
+        else:
+            role = "the" if definite or self.random() < 0.75 else "a"
+            determiner = self.agree(f"{role} plural" if plural else f"{role} singular", gender)
+        before = []
+        if self.random() < 0.25 and self.room(keep) >= 2:
+            before = self.agree(f"before {kind}", gender, plural)
+            if determiner[0][0] == "des":  # "des" becomes "de": de petits chats
+                determiner = [("de", determiner[0][1])]
+        after = owner
+        roles = ("quality", "origin", "field") if kind in ("idea", "topic") else ("quality",)
+        for role in roles:  # French has the reverse order: zone économique européenne
+            if self.random() < 0.3 and self.room(keep) >= 2:
+                after = self.agree(f"{role} {kind}", gender, plural) + after
+        singular, _, irregular = english.partition("/")  # man/men, but cat, without its plural
+        if plural:
+            name = self.word(irregular or singular + "s", pluralize(french))
+        else:
+            name = self.word(singular, french)
+        person = 4 if plural else 3
+        phrase = Phrase(determiner + before + name + after, person, gender, plural, kind)
+        if not owner:
+            phrase.french.extend(self.more(phrase, keep))
+        return phrase
+
+    def owner(self, gender, plural):  # the king 's: the article before a noun, "du roi" after it
+        owner = self.noun("person", keep=self.length, definite=True)  # no room for adjectives
+        link = self.say("'" if self.english[-1].endswith("s") else "'s")
+        article = "les" if plural else inflect("le", "la", gender, plural)
+        return [(article, link)], [("de", link)] + owner.french
+
+    def more(self, noun, keep):  # a relative clause, or what an idea is about, or nothing
+        if self.random() < 0.3 and self.room(keep) >= 4:
+            if self.random() < 0.6:
+                qui = self.word("who" if noun.kind == "person" else "that", "qui")
+                return qui + self.act(noun, keep)
+            que = self.word("that", "que")
+            subject = self.subject("persons", keep + 2)
+            return que + subject.french + self.act(subject, keep, gap=noun)
+        if self.room(keep) >= 3 and noun.kind == "idea" and self.random() < 0.35:
+            return self.attach("about", keep, definite=True)
+        return []
+
+    def act(self, subject, keep, gap=None):
+        """What the subject does or is; gap is an object already named: the cat that she saw."""
+        room = self.room(keep)
+        if gap:
+            kind = gap.kind
+        elif room < 3 and subject.kind in ALIVE:
+            kind = self.pick("does short")
+        else:
+            kind = self.pick(f"does {subject.kind}")
+        french = self.verb(kind, subject, room, gap)
+        thing = None
+        if not gap and f"noun {kind}" in WORDS:
+            negated = french[0][0] == "ne"
+            thing = self.noun(kind, keep, definite=negated)  # because "pas un" would be "pas de"
+            french += thing.french
+        if kind == "passive" and self.random() < 0.4 and self.room(keep) >= 3:
+            french += self.attach("agent", keep)
+        if not gap and kind != "quality":
+            french += self.tail(keep)
+        nouns = [noun for noun in (subject, thing) if noun and noun.person in (3, 4)]
+        # "it" could be either in "the cat saw the dog because it was tired", so keep neither.
+        self.topics = [] if kind in ALIVE else nouns
+        return french
+
+    def verb(self, kind, subject, room, gap):
+        """The verb with auxiliary, adverb and pronoun."""
+        is_state = kind in ("quality", "passive")
+        role = "quality" if kind == "quality" else "verb"
+        partner = subject.kind if is_state else kind  # decides which words fit
+        word = self.pick(f"{role} {partner}")
+        tense = self.pick("tense short" if is_state or room < 4 else "tense long")
+        if tense == "present" and word.base == "hit":
+            tense = "past"  # because "i hit her" could be present or past
+        adverb, pas = "", ""
+        if room >= 5 and self.random() < 0.3:
+            adverb, pas = self.pick("adverb")
+        self.completed = tense == "past" and kind != "quality" and adverb in ("", "not")
+        auxiliary, english, finite, rest = forms(word, kind, subject.person, tense, adverb == "not")
+        # English, from left to right: does, not, very, see
+        if auxiliary == "can" and adverb == "not":
+            auxiliary_at = adverb_at = self.say("cannot")
+        else:
+            auxiliary_at = self.say(auxiliary) if auxiliary else None
+            adverb_at = self.say(adverb) if adverb else None
+        very = kind == "quality" and room >= 3 and self.random() < 0.5
+        degree = self.word(*self.pick("degree")) if very else []
+        verb_at = self.say(english)
+        pronoun = self.someone(f"object {subject.person}") if kind == "pronoun" else None
+        # A participle agrees with the subject of "être" or with an object that precedes it.
+        leader = subject if is_state or kind == "être" else (pronoun or gap)
+        if leader and rest == word.masculine:
+            rest = inflect(word.masculine, word.feminine, leader.gender, leader.plural)
+        # French: ne, la, a, pas, été, très, vue
+        finite_at = verb_at if auxiliary in ("", "do", "does") else auxiliary_at
+        before = [("ne", adverb_at)] if pas in ("pas", "jamais") else []
+        clitic = pronoun.french if pronoun else []
+        after = [(pas, adverb_at)] if pas else []
+        if kind == "passive" and tense == "past":
+            after.append(("été", finite_at))
+        last = [(rest, verb_at)] if rest else []
+        if tense in ("can", "must"):  # je ne peux pas la voir
+            return [*before, (finite, finite_at), *after, *clitic, *last]
+        return [*before, *clitic, (finite, finite_at), *after, *degree, *last]
+
+    def tail(self, keep):  # a place, a date (only after completed actions, only once) or nothing
+        if self.random() < 0.3 and self.room(keep) >= 3:
+            return self.attach("where", keep)
+        if self.room(keep) < 3 or not self.completed or self.random() < 0.6:
+            return []
+        self.completed = False
+        date = self.word("in", "en") + self.word(*self.pick("month"))
+        return date + self.word(*self.pick("year"))
+
+
+def generate(n, split, max_len=30, seed=0):
+    """n triples (English, French, links) with 3 to max_len English words; short ones can recur."""
+    splits = ["train"] * 8 + ["valid", "test"]  # every sentence belongs to one of them
+    grammar = Grammar(f"{seed} {split}")
+    pairs = []
+    while len(pairs) < n:
+        length = 3 + int((max_len - 2) * grammar.random() ** 2)  # short ones are more frequent
+        english, french, links = grammar.sentence(length)
+        text = " ".join(english)
+        fits = 3 <= len(english) <= max_len and text != EXAMPLE[0]
+        if fits and splits[zlib.crc32(text.encode()) % 10] == split:
+            pairs.append((text, " ".join(french), links))
+    return pairs
+
+
+# The example of Bahdanau et al., figure 3, is the first sentence of the test set.
+EXAMPLE = (
+    "the agreement on the european economic area was signed in august 1992 .",
+    "l' accord sur la zone économique européenne a été signé en août 1992 .",
+    {(0, 0), (1, 1), (2, 2), (3, 3), (6, 4), (5, 5), (4, 6), (7, 7), (7, 8), (8, 9)}
+    | {(9, 10), (10, 11), (11, 12), (12, 13)},
+)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path, nargs="?", default=Path(__file__).parent)
+    parser.add_argument("--max-len", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=25000, help="training pairs")
+    args = parser.parse_args()
+    args.out.mkdir(exist_ok=True)
+    for split, n in dict(train=args.pairs, valid=500, test=999).items():
+        pairs = [EXAMPLE] if split == "test" else []
+        pairs += generate(n, split, args.max_len)
+        english, french, links = zip(*pairs)
+        links = [" ".join(f"{i}-{j}" for i, j in sorted(x)) for x in links]
+        for name, column in dict(en=english, fr=french, links=links).items():
+            if name != "links" or split != "train":
+                text = "".join(line + "\n" for line in column)
+                (args.out / f"{split}.{name}").write_text(text, encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()

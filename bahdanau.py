@@ -30,9 +30,9 @@ Deviations from the paper
 - Without --paper: smaller, Adam, label smoothing, dropout. The default trains in 2 minutes.
 """
 
-import contextlib
 import copy
 import dataclasses
+import io
 import itertools
 import math
 import os
@@ -183,7 +183,7 @@ class Config:
     tgt_vocab: int = 30000     # target vocabulary size
     share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
     min_count: int = 1         # words that occur fewer than N times become <unk>
-    max_len: int = 0           # skip longer sentences (0: 100 words, or 30 in the built-in corpus)
+    max_len: int = 100         # skip longer sentences
     # model
     emb: int = 128             # embedding size (m)
     hidden: int = 128          # units of the decoder and of each encoder direction (n)
@@ -256,31 +256,34 @@ COMPILED = (AdditiveAttention, GatedUnit)  # what --compile compiles, besides th
 # ---- the same in every script from here on ----
 
 
-def make_train_step(model, cfg, optimizer=None):
+def make_train_step(model, cfg, optimizer=None, done=0):
     """Returns train_step(src, tgt), which does one update and returns the loss per token."""
     optimizer = optimizer or make_optimizer(model, cfg)
     weights = list(model.parameters())
     device = weights[0].device
     on_gpu = device.type == "cuda"
-    criterion = compile_parts(bf16_copy(model)) if on_gpu and cfg.compile else summed_loss
-    gradient = torch.cat([torch.zeros_like(p).flatten() for p in weights])  # one for all weights
-    for p, part in zip(weights, gradient.split([p.numel() for p in weights])):
-        p.grad = part.view_as(p)
+    copied = bf16_copy(model)  # on CUDA; made here, so that no recording contains it
+    criterion = compile_parts(copied) if on_gpu and cfg.compile else summed_loss
+    updates = itertools.count(done + 1)
+    for p in weights:
+        p.grad = torch.zeros_like(p)  # where recordings add gradients
 
     def forward_backward(src, tgt, scale):
         net = bf16_copy(model.train())  # on CUDA; elsewhere net is the model itself
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
         loss.backward()
-        move_gradients(net, model)  # on CUDA, to p.grad
+        move_gradients(net, model)
         return loss.detach()
 
     if on_gpu:  # with --compile, the first call compiles, which cannot be recorded
         forward_backward = graphed(forward_backward, device, eager_calls=int(cfg.compile))
 
     def train_step(src, tgt):
+        update = next(updates)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg, update)
         tokens = (tgt[:, 1:] != PAD).sum()
-        sentences = (tgt[:, 0] != PAD).sum()  # a pair that is all padding does not count
-        count = tokens if cfg.loss_per == "token" else sentences
+        count = tokens if cfg.loss_per == "token" else torch.tensor(len(tgt))
         scale = (1 / count).to(device)
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
@@ -288,15 +291,12 @@ def make_train_step(model, cfg, optimizer=None):
             micro_batch = (x[k::n].to(device, non_blocking=on_gpu) for x in (src, tgt))
             loss += forward_backward(*micro_batch, scale)
         if WORLD_SIZE > 1:
-            dist.all_reduce(loss)
-            dist.all_reduce(gradient)  # a sum: scale already divides by the whole batch
+            for x in (loss, *(p.grad for p in weights)):
+                dist.all_reduce(x)  # a sum: scale already divides by the whole batch
         if cfg.clip:
-            gradient.mul_((cfg.clip / gradient.norm()).clamp(max=1))
-        for group in optimizer.param_groups:
-            group["update"] = group.get("update", 0) + 1  # saved with the optimizer
-            group["lr"] = learning_rate(cfg, group["update"])
+            nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
-        gradient.zero_()
+        optimizer.zero_grad(set_to_none=False)
         return loss * (count / tokens)  # per target token, whatever --loss-per says
 
     return train_step
@@ -311,27 +311,30 @@ def summed_loss(logits, y, smoothing=0.0):
 
 @torch.no_grad()
 def greedy(model, src, max_len):
-    """Greedy decoding: token ids (B,T), PAD after EOS. Leaves the model in eval mode."""
+    """Greedy decoding: token ids (B,T), PAD after EOS; max_len is an int, or one per sentence."""
     net = bf16_copy(model.eval())  # on CUDA; elsewhere net is the model itself
-    limit = torch.as_tensor(max_len, device=src.device).expand(len(src))  # one int, or one per row
+    limit = torch.as_tensor(max_len, device=src.device).expand(len(src))
+    T = int(limit.max())
     memory = net.encode(src)
-    state = net.init_state(memory, int(limit.max()))
-    step = recorded_step(net, memory) if src.is_cuda else net.step
+    state = net.init_state(memory, T)
+
+    def best_word(y, *state):
+        logits, state = net.step(y, state, memory)
+        return logits[:, 1:].argmax(-1) + 1, *state  # never PAD, which is token 0
+
+    best_word = graphed(best_word, src.device) if src.is_cuda else best_word
     y = torch.full_like(src[:, 0], BOS)
-    ended = torch.zeros_like(y, dtype=torch.bool)
+    ended = limit <= 0
     out = [y]
-    for t in range(int(limit.max())):
-        if t % 8 == 0 and (ended | (t >= limit)).all():  # every 8 steps: .all() waits for the GPU
-            break
-        logits, state = step(y, state, memory)
-        y = logits[:, 1:].argmax(-1) + 1  # never PAD, which is token 0
+    for t in range(1, T + 1):
+        y, *state = best_word(y, *state)
+        y = y.masked_fill(ended, PAD)
         out.append(y)
-        ended |= y == EOS
+        ended = ended | (y == EOS) | (t >= limit)
+        if t % 8 == 0 and ended.all():  # only every 8 steps, because .all() waits for the GPU
+            break
     out = torch.stack(out, 1)[:, 1:]  # without BOS   (B,T)
-    after_eos = (out == EOS).cumsum(1) > (out == EOS)
-    too_long = torch.arange(out.size(1), device=src.device) >= limit.unsqueeze(1)
-    out = out.masked_fill(after_eos | too_long, PAD)
-    return out[:, : int((out != PAD).sum(1).max())]
+    return out[:, (out != PAD).any(0)]
 
 
 @torch.no_grad()
@@ -342,52 +345,45 @@ def beam(model, src, max_len, K, penalty=0.0):
     net = bf16_copy(model.eval())
     B = len(src)
     src = src.repeat_interleave(K, 0)  # each sentence has K consecutive rows, its hypotheses
+    first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)
     limit = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
-    memory = net.encode(src)
-    state = net.init_state(memory, int(limit.max()))
-    score = torch.full((B, K), -torch.inf, device=src.device)  # log p of each hypothesis
-    score[:, 0] = 0  # all K start out equal, so only the first one is extended
-    y = torch.full_like(src[:, 0], BOS)
-    out = src[:, :0]
+    T = int(limit.max())
+    memory = net.encode(src)  # equal for the K rows of a sentence, so it is never reordered
+    state = net.init_state(memory, T)
 
-    def extend(y, score, ended, *state):  # every hypothesis by one word
+    def extend(y, score, ended, *state):  # every hypothesis by a word; keeps the K best
         logits, state = net.step(y, state, memory)
-        y, rows, score = best_extensions(logits, score, ended)
-        # memory is not reordered, because the K rows of a sentence are equal there
+        log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
+        log_p[:, PAD] = -torch.inf
+        log_p = log_p.masked_fill(ended.unsqueeze(1), -torch.inf)
+        log_p[:, PAD].masked_fill_(ended, 0)  # an ended hypothesis continues with PAD at no cost
+        log_p, words = log_p.topk(min(K, log_p.size(1)))  # (BK,K)
+        total = (score.view(-1, 1) + log_p).view(B, -1)  # (B,KK)
+        keeps_place = (words == PAD).view(B, -1) & total.isfinite()  # the ended hypotheses
+        index = total.masked_fill(keeps_place, torch.inf).topk(K).indices  # (B,K)
+        score = total.gather(1, index)
+        rows = (first_row + index // words.size(1)).flatten()  # of the hypotheses extended
+        y = words.view(B, -1).gather(1, index).flatten()
         return y, rows, score, *net.reorder(state, rows)
 
-    if src.is_cuda:
-        extend = graphed(extend, src.device)  # recorded at the first call, then replayed
-    for t in range(int(limit.max())):
+    extend = graphed(extend, src.device) if src.is_cuda else extend
+    y = torch.full_like(src[:, 0], BOS)
+    score = torch.full((B, K), -torch.inf, device=src.device)  # log p of each hypothesis
+    score[:, 0] = 0  # all K start out equal, so only the first one is extended
+    ended = limit <= 0
+    out = src[:, :0]
+    for t in range(1, T + 1):
+        y, rows, score, *state = extend(y, score, ended, *state)
+        out = torch.cat([out[rows], y.unsqueeze(1)], 1)
         ended = (y == EOS) | (y == PAD) | (t >= limit)
         if t % 8 == 0 and ended.all():
             break
-        y, rows, score, *state = extend(y, score, ended, *state)
-        out = torch.cat([out[rows], y.unsqueeze(1)], 1)
     out = out.unflatten(0, (B, K))  # (B,K,T)
-    normalized = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
+    score = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1) & score.isfinite()
-    excluded = finished.any(1, keepdim=True) & ~finished  # unfinished, if any is finished
-    out = out[torch.arange(B), normalized.masked_fill(excluded, -torch.inf).argmax(1)]
-    return out[:, : int((out != PAD).sum(1).max())]
-
-
-def best_extensions(logits, score, ended):
-    """Extends the K hypotheses of each sentence: words (BK,), rows (BK,) and log p (B,K)."""
-    B, K = score.shape
-    log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
-    logits[:, PAD] = -torch.inf  # never predict padding
-    words = logits.topk(min(K, logits.size(1) - 1)).indices  # (BK,K): K of each row are enough
-    total = score.view(-1, 1) + log_p.gather(1, words)
-    total = total.masked_fill(ended.unsqueeze(1), -torch.inf)
-    total[:, 0].masked_fill_(ended & score.flatten().isfinite(), torch.inf)  # keeps its place
-    best, index = total.view(B, -1).topk(K)  # (B,K)
-    first_row = K * torch.arange(B, device=score.device).unsqueeze(1)
-    rows = first_row + index // words.size(1)  # of the hypotheses that are extended
-    score = torch.where(best.isposinf(), score.flatten()[rows], best)
-    y = words.view(B, -1).gather(1, index)
-    y = y.masked_fill(ended[rows], PAD)  # a finished hypothesis continues with PAD at no cost
-    return y.flatten(), rows.flatten(), score
+    score = score.masked_fill(finished.any(1, keepdim=True) & ~finished, -torch.inf)
+    out = out[torch.arange(B), score.argmax(1)]
+    return out[:, (out != PAD).any(0)]
 
 
 @torch.no_grad()
@@ -408,18 +404,20 @@ def translate(model, sentences, vocabularies):
     """Translates strings or lists of words into lists of words, with the beam of model.cfg."""
     cfg = model.cfg
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
-    pairs = [(data.to_words(sentence), []) for sentence in sentences]  # targets are added below
+    sources = [data.to_words(sentence) for sentence in sentences]
+    targets = [[] for _ in sources]
     max_tokens = 65536 if next(model.parameters()).is_cuda else 16384  # measured to be fastest
+    pairs = zip(sources, targets)
     for rows, src, _ in inference_batches(model, pairs, vocabularies, max_tokens // cfg.beam):
         max_len = (src != PAD).sum(1) + 49  # the source words plus 50; src includes EOS
         max_len.masked_fill_(src[:, 0] == EOS, 0)  # an empty sentence stays empty
         tokens = beam(model, src, max_len, cfg.beam, cfg.length_penalty)
         for row, ids in zip(rows, tokens.tolist()):
-            pairs[row][1].extend(vocabularies[1].decode(ids))
+            targets[row] = vocabularies[1].decode(ids)
     if cfg.replace_unk:
-        alphas = alignments(model, pairs, vocabularies)
-        return [data.replace_unknown(*pair, alpha) for pair, alpha in zip(pairs, alphas)]
-    return [target for _, target in pairs]
+        alphas = alignments(model, zip(sources, targets), vocabularies)
+        return list(map(data.replace_unknown, sources, targets, alphas))
+    return targets
 
 
 def alignments(model, pairs, vocabularies):
@@ -452,28 +450,32 @@ def evaluate(model, pairs, vocabularies):
 
 
 def load(path, device="cpu", **flags):
-    """(model, vocabularies) of a run folder or a checkpoint file; flags override its Config."""
-    path = Path(path, "model.pt") if Path(path).is_dir() else Path(path)
-    saved = data.read_checkpoint(path, torch.load)
-    model = Model(data.saved_config(path, saved, Config, flags)).to(device)
-    weights = [saved["model"]] if "model" in saved else saved["snapshots"]
-    if not weights:
-        raise data.InputError(f"{path}: has no weights yet; --resume this run")
-    model.load_state_dict(weights[-1])
+    """(model, vocabularies) of a run folder; flags override its Config."""
+    saved = torch.load(Path(path, "model.pt"), map_location="cpu", weights_only=True)
+    model = Model(data.saved_config(saved, Config, flags)).to(device)
+    model.load_state_dict(saved["model"])
     return model.eval(), [data.Vocabulary(words) for words in saved["vocabularies"]]
 
 
-def train(out, corpus, model, optimizer, log, snapshots, start):
+def train(out, corpus, model, saved):
     """Trains until --steps. Writes model.pt (best or averaged weights) and last.pt (to resume)."""
     cfg = model.cfg
-    about = dict(corpus.about, config=vars(cfg), script=Path(__file__).stem)
-    if not log:  # so that --resume works before the first validation
-        data.write(out / "last.pt", dict(about, log=[], snapshots=[]), torch.save)
-    train_step = make_train_step(model, cfg, optimizer)
-    done = log[-1]["step"] if log else 0
-    tokens = log[-1]["tokens"] if log else 0
+    optimizer = make_optimizer(model, cfg)
+    words = [vocabulary.words for vocabulary in corpus.vocabularies]
+    about = dict(script=Path(__file__).stem, config=vars(cfg), vocabularies=words)
+    about |= dict(files=corpus.files, checksum=corpus.checksum)
+    log, snapshots = saved.get("log", []), saved.get("snapshots", [])
+    done = tokens = seconds = 0
+    if log:
+        model.load_state_dict(snapshots[-1])
+        optimizer.load_state_dict(saved["optimizer"])
+        done, tokens, seconds = (log[-1][key] for key in ("step", "tokens", "seconds"))
+    else:  # so that the folder is taken, and --resume works before the first validation
+        data.write(out / "last.pt", to_bytes(about))
+    start = time.perf_counter() - seconds
+    train_step = make_train_step(model, cfg, optimizer, done)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, done)
-    no_bar = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
+    no_bar = True if RANK else None  # None: no progress bar unless stderr is a terminal
     bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=no_bar)
     for update, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, update)))  # so checkpoints need no random state
@@ -490,45 +492,51 @@ def train(out, corpus, model, optimizer, log, snapshots, start):
         snapshot = {key: x.to("cpu", copy=True) for key, x in model.state_dict().items()}
         snapshots = [*snapshots, snapshot][-cfg.average :]
         if cfg.average > 1 or valid_loss == min(entry["valid_loss"] for entry in log):
-            mean = {key: sum(s[key] for s in snapshots) / len(snapshots) for key in snapshots[0]}
-            data.write(out / "model.pt", dict(about, model=mean), torch.save)
-        checkpoint = dict(about, log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
-        data.write(out / "last.pt", checkpoint, torch.save)
-        data.log_validation(out, log, cfg.smoothing)
+            mean = {key: sum(s[key] for s in snapshots) / len(snapshots) for key in snapshot}
+            data.write(out / "model.pt", to_bytes(dict(about, model=mean)))
+        state = dict(log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
+        data.write(out / "last.pt", to_bytes(about | state))
+        data.log_validation(out, log)
     return log
+
+
+def to_bytes(checkpoint):  # in memory, because torch.save crashes when the disk is full
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    return buffer.getbuffer()
 
 
 def train_command(args, flags, device):
     """Trains a new run or resumes one, then scores the model and draws alignments."""
     last = args.out / "last.pt"
-    saved = data.read_checkpoint(last, torch.load) if args.resume else {}
-    cfg = data.saved_config(last, saved, Config, flags) if args.resume else Config(**flags)
+    saved = torch.load(last, map_location="cpu", weights_only=True) if args.resume else {}
+    cfg = data.saved_config(saved, Config, flags) if saved else Config(**flags)
+    is_taken = last.exists() or (args.out / "model.pt").exists()
+    if is_taken and not args.resume and RANK == 0:
+        raise data.InputError(f"{args.out}: holds a run; add --resume, or choose another --out")
     corpus = data.Corpus(cfg, args.train, args.valid, saved)
+    cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
     torch.manual_seed(cfg.seed)
-    model = Model(dataclasses.replace(cfg, **corpus.sizes)).to(device)
-    optimizer = make_optimizer(model, cfg)
-    log, snapshots = saved.get("log", []), saved.get("snapshots", [])
-    if snapshots:  # none if the run was stopped before its first validation
-        model.load_state_dict(snapshots[-1])
-        optimizer.load_state_dict(saved["optimizer"])
+    model = Model(cfg).to(device)
     if RANK == 0:
-        if not args.resume:
-            data.check_new(args.out)  # again: another process may have just started
         args.out.mkdir(parents=True, exist_ok=True)
-        parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}"
-        with contextlib.suppress(BrokenPipeError):  # training goes on if nobody reads this
-            print(f"{corpus}; {parameters}", flush=True)
-    start = time.perf_counter() - (log[-1]["seconds"] if log else 0)
-    log = train(args.out, corpus, model, optimizer, log, snapshots, start)
-    del model, optimizer  # frees GPU memory
+        parameters = sum(p.numel() for p in model.parameters())
+        print(f"{corpus}; {parameters:,} parameters on {device}", flush=True)
+    log = train(args.out, corpus, model, saved)
     if RANK == 0:
         model, vocabularies = load(args.out, device, **flags)
         result = evaluate(model, corpus.test, vocabularies)
-        pairs = list(zip(corpus.examples, translate(model, corpus.examples, vocabularies)))
+        sources = [pair[0] for pair in corpus.test[:100]]
+        pairs = list(zip(sources, translate(model, sources, vocabularies)))
         alphas = alignments(model, pairs, vocabularies)
-        result |= dict(seed=model.cfg.seed, seconds=time.perf_counter() - start)
+        data.write_alignments(args.out / "align", pairs, alphas)
+        speed = log[-1]["tokens"] / log[-1]["seconds"]
         gib = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0
-        data.report(args.out, log, result, corpus.test_name, pairs, alphas, gib)
+        result |= dict(seed=cfg.seed, tokens_per_second=speed, gpu_memory_gib=gib)
+        data.write_log(args.out, [*log, result])
+        print("", *map(" ".join, pairs[0]), "", data.heatmap(*pairs[0], alphas[0]), "", sep="\n")
+        print(f"{corpus.test_name}: {data.format_scores(result)}")
+        print(f"{speed:,.0f} tokens/s, {gib:.1f} GiB of GPU memory; files are in {args.out}/")
 
 
 def inference_command(args, flags, device):
@@ -536,9 +544,8 @@ def inference_command(args, flags, device):
     model, vocabularies = load(args.out, device, **flags)
     if args.test:
         pairs = list(data.read_pairs(*args.test))
-        data.report_unknown((source for source, _ in pairs), vocabularies[0])
-        result = evaluate(model, pairs, vocabularies)
-        print(data.format_scores(result, f"{args.out} on {args.test[1]}"))
+        data.report_unknown((source for source, *_ in pairs), vocabularies[0])
+        print(data.format_scores(evaluate(model, pairs, vocabularies)))
     elif args.align:
         pairs = data.read_pairs(*args.align)
         while chunk := list(itertools.islice(pairs, 4000)):
@@ -554,18 +561,23 @@ def inference_command(args, flags, device):
 
 
 def main(argv=None):
-    """The command line. User errors print one line and exit with status 2."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less waste
+    """The command line."""
     torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
-    has = dict(cpu=True, mps=torch.backends.mps.is_available(), cuda=torch.cuda.is_available())
-    with data.one_line_errors(torch.OutOfMemoryError):
-        args, flags = data.parse_args(Config, __doc__, [name for name in has if has[name]], argv)
-        if args.device == "cuda":
+    with data.one_line_errors():
+        args, flags = data.parse_args(Config, __doc__, argv)
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise data.InputError("--device cuda: torch finds no GPU")
+        if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if WORLD_SIZE > 1:
-            dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         command = inference_command if args.translate or args.align or args.test else train_command
-        command(args, flags, torch.device(args.device))
+        try:
+            command(args, flags, device)
+        except torch.OutOfMemoryError:
+            remedy = "lower --batch-tokens or raise --accumulate"
+            raise data.InputError(f"out of GPU memory; {remedy}") from None
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
 
@@ -578,8 +590,8 @@ def bf16_copy(model):
     """On CUDA, a bf16 copy of the model with its current weights and mode; elsewhere the model."""
     # Not torch.autocast, whose many casts take time: on an H200, it trains at 0.85 to 1.0 times the
     # speed of this copy, and decodes greedily at 0.5 to 0.7 times.
-    if not next(model.parameters()).is_cuda:
-        return model
+    if not next(model.parameters()).is_cuda or torch.cuda.get_device_capability() < (8, 0):
+        return model  # older GPUs have no bf16 arithmetic
     if "bf16" not in model.__dict__:
         with torch.inference_mode(False):  # so that the copy can be trained wherever it is made
             net = copy.deepcopy(model).half()  # .bfloat16() would not flatten RNN weights for cuDNN
@@ -588,8 +600,7 @@ def bf16_copy(model):
                 x.data = x.data.view(torch.bfloat16)  # meaningless values until the copy below
         model.__dict__["bf16"] = net  # not registered as a submodule, so not in checkpoints
     net = model.bf16
-    copies, originals = ([*x.parameters(), *x.buffers()] for x in (net, model))
-    torch._foreach_copy_(copies, originals)
+    torch._foreach_copy_(*([*x.parameters(), *x.buffers()] for x in (net, model)))
     return net.train(model.training)
 
 
@@ -605,32 +616,17 @@ def move_gradients(net, model):
 def compile_parts(net):
     """Compiles the modules listed in COMPILED and the loss; returns the compiled loss."""
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # nothing a user can change
-    inductor = torch._inductor.config.triton  # private settings, which may be missing
-    if hasattr(inductor, "mix_order_reduction"):
-        inductor.mix_order_reduction = False  # LayerNorm: training is 10% faster on an H200
-    shapes = torch.fx.experimental._config
-    if hasattr(shapes, "use_duck_shape"):
-        shapes.use_duck_shape = False  # 4% faster if the first batch has S = T
+    # Private settings: faster LayerNorm (10% on an H200), and no recompilation when S = T (4%).
+    for config, setting in (
+        (torch._inductor.config.triton, "mix_order_reduction"),
+        (torch.fx.experimental._config, "use_duck_shape"),
+    ):
+        if hasattr(config, setting):
+            setattr(config, setting, False)
     for part in net.modules():
         if isinstance(part, COMPILED):
             part.compile(dynamic=True)  # one compilation for all shapes
     return torch.compile(summed_loss, dynamic=True)
-
-
-def recorded_step(net, memory):
-    """net.step for this memory as a CUDA graph, recorded at the first call and then replayed."""
-
-    def flat_step(y, *state):  # graphed takes tensors
-        logits, state = net.step(y, state, memory)
-        return logits, *state
-
-    replay = graphed(flat_step, next(net.parameters()).device)
-
-    def step(y, state, _):  # the graph already reads memory
-        logits, *state = replay(y, *state)
-        return logits, state
-
-    return step
 
 
 def graphed(function, device, eager_calls=0):

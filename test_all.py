@@ -1,7 +1,6 @@
 """Every result is compared with an independent reference: naive loops over the papers' equations,
 finite differences, torch.nn, sacreBLEU, exhaustive search, or an uninterrupted run."""
 
-import argparse
 import dataclasses
 import doctest
 import gzip
@@ -18,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import zlib
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import chain, count, islice, product
 from pathlib import Path
@@ -72,7 +70,8 @@ def lstm(p, name, x, state):
     new_state = []
     for layer, (h, c) in enumerate(state):
         W, U = (p[name.format(part, layer)] for part in ("weight_ih", "weight_hh"))
-        i, f, g, o = (W @ x + U @ h).chunk(4)
+        b = sum(p.get(name.format(part, layer), 0) for part in ("bias_ih", "bias_hh"))
+        i, f, g, o = (W @ x + U @ h + b).chunk(4)
         c = sigmoid(f) * c + sigmoid(i) * tanh(g)
         x = sigmoid(o) * tanh(c)
         new_state.append((x, c))
@@ -248,7 +247,7 @@ def script(name):
 def build(name, seed=0, std=0.5, **changes):
     """Return a script and a random float64 model, for a name with flags or without."""
     module = script(name)
-    _, flags = data.parse_args(module.Config, module.__doc__, ["cpu"], name.split()[1:])
+    _, flags = data.parse_args(module.Config, module.__doc__, name.split()[1:])
     sizes = dict(src_vocab=13, tgt_vocab=11, dropout=0.0) | SCRIPTS[module.__name__]
     torch.manual_seed(seed)
     model = module.Model(module.Config(**sizes | flags | changes)).double().eval()
@@ -363,16 +362,16 @@ def test_attention(attention):
     masks = [None, right]
     if type(module).__name__ != "LuongAttention":  # it counts positions from the left
         masks += [right.flip(1), right[:, torch.randperm(S)]]
-    if keywords:  # multi-head
-        masks += [torch.ones(1, T, S).triu(1).bool(), torch.rand(B, T, S) < 0.4]
-    for mask in masks:
-        results = [module(query, source, mask, **keywords)]
-        if keywords:
-            results.append((module(query, source, mask)[0], results[0][1]))  # the fused kernel
+    for mask, causal in product(masks, (False, True) if keywords else (False,)):
+        if keywords:  # multi-head: with alpha, and the fused kernel
+            results = [module(query, source, mask, causal, **keywords)]
+            results.append((module(query, source, mask, causal)[0], results[0][1]))
         else:
+            results = [module(query, source, mask)]
             results.append(module(query, source, mask, keys=module.keys(source)))
         hidden = torch.zeros_like(right) if mask is None else mask
-        hidden = hidden.view(len(hidden), -1, S).expand(B, T, S)
+        hidden = hidden.unsqueeze(1) | (torch.ones(T, S).triu(1).bool() if causal else False)
+        hidden = hidden.expand(B, T, S)
         want = [torch.zeros_like(x) for x in results[0]]
         for b, t in (~hidden.all(-1)).nonzero().tolist():
             step = dict(t=t + 1) if type(module).__name__ == "LuongAttention" else keywords
@@ -514,10 +513,12 @@ INIT = dict(
     luong=[(".", "uniform", 0.1)],
     transformer=[
         ("E_", "normal", 0.125),
-        ("bias", "constant", 0),
-        ("norm", "constant", 1),
-        ("O|2.w", "glorot", 0.5),
-        (".", "glorot", 1),
+        ("norm.*weight", "constant", 1),
+        ("norm.*bias", "constant", 0),
+        ("ffn.0", "uniform", 64**-0.5),  # torch's default for nn.Linear
+        ("ffn.2", "uniform", 2048**-0.5),
+        ("W_O", "glorot", 1),
+        (".", "glorot", 2**-0.5),
     ],
 )
 
@@ -652,14 +653,14 @@ def test_translate(K):
         found = module.translate(model, texts, vocabularies)
         assert found == module.translate(model, lists, vocabularies)
         for words, got in zip(lists, found):
-            src = torch.tensor([[vocabularies[0][word] for word in words] + [EOS]])
+            src = torch.tensor([[*vocabularies[0].encode(words), EOS]])
             (row,) = module.beam(model, src, len(words) + 50 if words else 0, K, 20.0)
             assert got == vocabularies[1].decode(row.tolist())
     assert [len(got) for got in found] == [55, 0, 51, 53]
     nn.init.constant_(model.W_o.bias[UNK].detach(), 1000)
     model.cfg.replace_unk = True
     (alpha,) = module.alignments(model, [(lists[0], ["<unk>"] * 55)], vocabularies)
-    src = torch.tensor([[vocabularies[0][word] for word in lists[0]] + [EOS]])
+    src = torch.tensor([[*vocabularies[0].encode(lists[0]), EOS]])
     tgt = torch.tensor([[BOS, *[UNK] * 55, EOS]])
     assert_close(torch.from_numpy(alpha), module.align(model, src, tgt)[0], 1e-6)
     want = [lists[0][i] for i in alpha[:-1, :-1].argmax(1)]
@@ -713,26 +714,10 @@ def test_train_step(name, accumulate, per, clip, monkeypatch):
         assert_close(weights, want, 1e-6)
 
 
-@scripts
-@pytest.mark.parametrize("per", ["token", "sentence"])
-def test_all_padding_pair(name, per):
-    """A pair that is all padding, as in batches of constant size, changes nothing."""
-    src, tgt = random_batch(1)
-    results = []
-    for rows in (0, 1):
-        module, model = build(name, loss_per=per)
-        logits, _ = model(F.pad(src, (0, 0, 0, rows)), F.pad(tgt, (0, 0, 0, rows)), need_alpha=True)
-        assert logits.isfinite().all()
-        step = module.make_train_step(model, model.cfg)
-        loss = step(F.pad(src, (0, 0, 0, rows)), F.pad(tgt, (0, 0, 0, rows)))
-        results.append([loss, *model.parameters()])
-    assert_close(*results)
-
-
 @pytest.mark.parametrize("name", [*SCRIPTS, LOCAL])
 def test_overfits_32_pairs(name):
     """Every model learns to reproduce 32 training pairs exactly."""
-    pairs = data.toy(32, max_len=7)
+    pairs = built_in(32, "test", max_len=7)
     vocabularies = data.build_vocabularies(pairs)
     recipe = dict(src_vocab=100, tgt_vocab=len(vocabularies[1]), smoothing=0.0)
     if name == "transformer":
@@ -755,26 +740,31 @@ def test_overfits_32_pairs(name):
 
 
 # ---- data.py: the built-in corpus, vocabularies, batches, scores, pictures ----------------------
-def test_corpus():
-    """The corpus is the one behind the results in docs/; splits are disjoint, links complete."""
-    train = data.toy(5000)
-    valid = data.toy(500, split="valid")
-    test = data.toy(500, split="test")
-    text = repr([(source, target, sorted(gold)) for source, target, gold in train])
-    assert zlib.crc32(text.encode()) == 2369573823
-    for source, target, gold in train:
+def built_in(n, split="train", max_len=30):
+    """Return n pairs of the built-in corpus with at most max_len source words."""
+    pairs = data.read_pairs(*data.built_in(split))
+    return list(islice((pair for pair in pairs if len(pair[0]) <= max_len), n))
+
+
+def test_corpus(tmp_path):
+    """The files are what the grammar generates; splits are disjoint, links complete."""
+    subprocess.run([sys.executable, data.CORPUS / "grammar.py", tmp_path], check=True)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (data.CORPUS / path.name).read_bytes()
+    splits = [built_in(10**6, split) for split in ("train", "valid", "test")]
+    assert [len(split) for split in splits] == [25000, 500, 1000]
+    for source, target, gold in splits[2]:
         assert {j for _, j in gold} == set(range(len(target)))
         assert max(gold)[0] < len(source)
-    sources = [{tuple(source) for source, _, _ in split} for split in (train, valid, test)]
+    sources = [{tuple(source) for source, *_ in split} for split in splits]
     assert len(set.union(*sources)) == sum(map(len, sources))
-    assert data.toy(50, seed=5) == data.toy(50, seed=5) != data.toy(50, seed=6)
 
 
 def test_vocabularies():
     """Words are sorted by frequency, then alphabetically; the example in the docstring works."""
     pairs = [(["b", "a", "a", "<pad>"], ["x"]), (["c", "a", "b"], ["x", "y", "<unk>"])]
     source, _ = data.build_vocabularies(pairs)
-    assert [source[w] for w in ("a", "nowhere", "<pad>", "<unk>")] == [4, UNK, UNK, UNK]
+    assert source.encode(["a", "nowhere", "<pad>", "<unk>"]) == [4, UNK, UNK, UNK]
     assert data.build_vocabularies([("b a a <pad>", "x"), ("c a b", "x")])[0].words == source.words
     assert data.build_vocabularies(pairs, min_count=2)[0].words[4:] == ["a", "b"]
     assert data.build_vocabularies(pairs, sizes=(5, 5))[0].words[4:] == ["a"]
@@ -787,7 +777,7 @@ def test_vocabularies():
 
 def test_batches():
     """Batches stay within their limits and have little padding; every epoch is a new shuffle."""
-    pairs = [*data.toy(1500, max_len=40), ([], []), ([], ["x"]), (["a"], [])]
+    pairs = [*built_in(1500), ([], []), ([], ["x"]), (["a"], [])]
     bitext = data.Bitext(pairs, data.build_vocabularies(pairs))
     batches = list(islice(bitext.batches(600, 20, 1), 200))
     for src, tgt in batches:
@@ -867,7 +857,7 @@ def test_structure():
 
 # The tests from here on run commands in a folder with text files and finished runs.
 TEXT = ["--train", "train.en", "train.fr", "--valid", "valid.en.gz", "valid.fr.gz"]
-PAIRS = data.toy(60, max_len=9)
+PAIRS = built_in(60, "test", max_len=9)
 AVERAGED = "bahdanau --average 2"  # its checkpoints hold several sets of weights
 
 
@@ -997,20 +987,17 @@ def read_log(out):
     return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
 
 
-SHARED = "transformer --share-vocab --tgt-vocab 9"  # --tgt-vocab has no effect then
-
-
-@pytest.mark.parametrize("name", [*SCRIPTS, SHARED, "luong --score location"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "transformer --share-vocab", "luong --score location"])
 def test_train_translate_align(name, folder):
     """A model trained on text files can translate, align and be tested, from its folder alone."""
     stdout, progress = run(*small(name), "--out", "new")
     *validations, result = read_log("new")
     assert [line["step"] for line in validations] == [4, 8]
-    want = "step {step}, loss {loss:.3f} (last batch, with label smoothing), valid {valid_loss:.3f}"
+    want = "step {step}, loss {loss:.3f}, valid {valid_loss:.3f}"
     assert [x.rsplit(", ", 1)[0] for x in progress] == [want.format(**x) for x in validations]
     assert min(line["valid_loss"] for line in validations) == pytest.approx(result["loss"])
     scores = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}\n".format(**result)
-    assert "60 training pairs (3 skipped)" in stdout
+    assert stdout.startswith("60 pairs (3 skipped), ")
     assert f"\nvalidation set: {scores}" in stdout
     soft = np.load("new/align.npz")
     assert len(Path("new/align.txt").read_text().splitlines()) == len(soft["source"]) == 3
@@ -1023,20 +1010,24 @@ def test_train_translate_align(name, folder):
     model, vocabularies = script(name).load("new")
     alphas = script(name).alignments(model, PAIRS, vocabularies)
     assert stdout.splitlines()[:-3] == [data.pharaoh(alpha) for alpha in alphas]
-    assert f"new on valid.fr.gz: {scores}" in run(*use, "--test", *TEXT[4:])[0]
+    assert run(*use, "--test", *TEXT[4:])[0].startswith(scores)
     assert contents() == before
 
 
 def test_built_in_corpus(folder, monkeypatch):
-    """The default is the built-in corpus, and a new folder."""
-    toy = data.toy
-    monkeypatch.setattr(data, "toy", lambda n, **options: toy(n // 500 + 3, **options))
-    for out in ("runs/bahdanau-2", "runs/bahdanau-3"):
-        stdout, _ = run(*small(text=[]), "--max-len", 8)
-        assert f"all files are in {out}/" in stdout
-        assert "103 training pairs" in stdout
-        assert f"\n{data.EXAMPLE}\n" in stdout
-        assert 0 <= read_log(out)[-1]["aer"] <= 1
+    """The default is the built-in corpus, whose test set has gold alignments."""
+    for path in data.CORPUS.glob("*.*"):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:100]
+        Path(path.name).write_text("".join(lines), encoding="utf-8")
+    monkeypatch.setattr(data, "CORPUS", Path())
+    stdout, _ = run(*small(text=[]), "--max-len", 30, "--out", "new")
+    result = read_log("new")[-1]
+    scores = "BLEU {bleu:.2f}, AER {aer:.3f}\n".format(**result)
+    example, *_ = Path("test.en").read_text().splitlines()
+    assert f"\n{example}\n" in stdout
+    assert scores in stdout
+    files = ["test.en", "test.fr", "test.links"]
+    assert scores in run("bahdanau", "--out", "new", "--test", *files)[0]
 
 
 def test_saved_weights(folder, monkeypatch):
@@ -1047,42 +1038,23 @@ def test_saved_weights(folder, monkeypatch):
         run(*small(), "--eval-every", 2, "--average", average, "--out", average)
     snapshots = torch.load("4/last.pt")["snapshots"]
     mean = {key: sum(weights[key] for weights in snapshots[1:]) / 3 for key in snapshots[0]}
-    wanted = {"1": snapshots[1], "3/model.pt": mean, "3/last.pt": snapshots[3]}
-    for path, want in wanted.items():
+    for path, want in {"1": snapshots[1], "3": mean}.items():
         model, _ = bahdanau.load(path, beam=3)
         assert not model.training
         assert model.cfg.beam == 3
         assert_close(model.state_dict(), want, 1e-6)
 
 
-@dataclasses.dataclass
-class NewFields:
-    rate: float = 0.1
-    sizes: list = None
-
-
-def test_flags():
-    """Every field of Config is a flag with a help text; a type that cannot be a flag is named."""
-    for name in SCRIPTS:
-        text, _ = run(name, "--help")
-        assert text.count(f"    python {name}.py") == 2  # the two commands of the docstring
-        for field in dataclasses.fields(script(name).Config):
-            flag = rf"^  --{field.name.replace('_', '-')}\b"
-            assert re.search(rf"{flag}[^[]*\w+\s+\w+[^[]* \[{field.default}\W", text, re.M), flag
-    parser = argparse.ArgumentParser()
-    with pytest.raises(TypeError, match="Config.sizes: use int, float, str, bool"):
-        data.add_flags(parser, NewFields, {})
-    assert parser.parse_args(["--rate", "0.5"]).rate == 0.5  # although it has no comment
-
-
-def shell(command, **options):
-    """Run a shell command in which `bahdanau` is the script; return the finished process."""
-    command = command.replace("bahdanau", f"{sys.executable} {HERE}/bahdanau.py --device cpu", 1)
-    return subprocess.run(command, shell=True, capture_output=True, text=True, **options)
+@scripts
+def test_flags(name):
+    """Every field of Config is a flag, and its comment the help text."""
+    text, _ = run(name, "--help")
+    for field in dataclasses.fields(script(name).Config):
+        assert re.search(rf"--{field.name.replace('_', '-')}\b[^[]*\w+\s+\w+[^[]* \[", text)
 
 
 def test_output(folder, monkeypatch):
-    """Every line is translated, in order; a terminal also shows alignments; `| head` is quiet."""
+    """Every line is translated, in order, whatever its bytes; a terminal also shows alignments."""
     lines = [" ".join(PAIRS[k % 60][0]) if k % 7 else "" for k in range(4100)]  # in two chunks
     model, vocabularies = bahdanau.load("runs/bahdanau")
     want = [" ".join(x) for x in bahdanau.translate(model, lines, vocabularies)]
@@ -1094,27 +1066,8 @@ def test_output(folder, monkeypatch):
     assert (first, empty, len(rest)) == (want[1], "", 2)
     assert warning.startswith("3 unknown words: ")
     monkeypatch.setattr(os, "isatty", lambda _: True)
-    stdout, errors = run("bahdanau", "--translate", stdin=b"\n\nhe x\nhe")
-    assert len(errors) == 2  # empty lines are skipped
-    assert re.match(r"> > > 1 unknown word: x \(the vocabulary has \d+ words; write ", errors[0])
+    stdout, _ = run("bahdanau", "--translate", stdin=b"he x\nhe")
     assert stdout.count("from 0.05 ·") == 2
-    done = shell("bahdanau --align train.en train.fr | head -1")
-    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
-
-
-def test_swapped_or_moved_files(folder):
-    """Unknown words reveal swapped files; --resume explains which file of its run is missing."""
-    english = {word for source, _, _ in PAIRS for word in source}
-    words = [word for _, target, _ in PAIRS for word in target if word not in english]
-    for command in ("--test", "--align"):
-        _, (warning,) = run("bahdanau", command, "train.fr", "train.en")
-        assert warning.startswith(f"{len(words)} unknown words: {words[0]} ")
-        assert run("bahdanau", command, "train.en", "train.fr")[1] == []
-    Path("valid.fr.gz").rename("moved.fr.gz")
-    before = contents()
-    _, (error,) = run("bahdanau", "--resume", "--steps", "9", status=2)
-    assert error.startswith("valid.fr.gz: not found, but this run needs it; resume in")
-    assert contents() == before
 
 
 # ---- faults and --resume ------------------------------------------------------------------------
@@ -1170,153 +1123,49 @@ def fingerprint(out):
 FAULTY_RUNS = [
     ("interrupt", AVERAGED, "bahdanau", "learning_rate", 2, 130, "interrupted.*--resume"),
     ("nan weights", AVERAGED, "bahdanau", "mean_loss", 2, 2, "step 8: loss is not finite"),
-    ("full disk", AVERAGED, "data", "write", 2, 2, r"not written \(File too"),
-    ("full disk", AVERAGED, "data", "write", 4, 2, r"not written \(File too"),
-    ("full disk", AVERAGED, "data", "write", 9, 2, r"not written \(File too"),
+    ("full disk", AVERAGED, "data", "write", 2, 2, "File too large"),
 ]
-for number in range(2, 12):  # killed before a written file is renamed
-    FAULTY_RUNS.append(("kill", AVERAGED, "os", "replace", number, -9, ""))
+for number in range(1, 8):  # killed before a written file is renamed
+    FAULTY_RUNS.append(("kill", AVERAGED, "os", "replace", number, -9, None))
 for name in SCRIPTS:
-    FAULTY_RUNS.append(("kill", name, name, "learning_rate", 6, -9, ""))
+    FAULTY_RUNS.append(("kill", name, name, "learning_rate", 6, -9, None))
 
 
 @pytest.mark.parametrize("fault, name, owner, function, number, status, message", FAULTY_RUNS)
 def test_faults(fault, name, owner, function, number, status, message, folder):
-    """After a fault all files are intact, and --resume ends bit for bit like an unbroken run."""
+    """After a fault all files are intact, and the run can end bit for bit like an unbroken one."""
     command = [*small(name), "--out", "new"]
     found, lines = run_with_fault(fault, owner, function, number, *command)
     assert found == status
-    assert re.search(message, lines[-1] if lines else "")
+    assert message is None or re.search(message, lines[-1])
     for path in Path("new").glob("*.pt"):
         torch.load(path)
-    assert len(list(Path("new").glob("*.tmp"))) == (owner == "os")  # written, but not yet renamed
-    run(*command, "--resume")
+    run(*command, *["--resume"] * Path("new/last.pt").exists())  # else it has not begun to train
     assert fingerprint("new") == fingerprint(f"runs/{name}")
 
 
-def test_stopped_before_first_checkpoint(folder):
-    """A run that was killed before it saved anything can be started again with the same command."""
-    command = [*small(), "--out", "new"]
-    assert run_with_fault("kill", "os", "replace", 1, *command)[0] == -9
-    assert [path.suffix for path in Path("new").iterdir()] == [".tmp"]
-    _, (error,) = run(*command, "--resume", status=2)
-    assert "new/last.pt: not found" in error
-    run(*command)
-    assert fingerprint("new") == fingerprint("runs/bahdanau")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_unwritable_stderr(folder):
-    """Training and translating finish even if stderr, its reader or all streams are gone."""
-    train = " ".join(map(str, small()))
-    redirections = dict(full="2> /dev/full", head="2>&1 | head -1", closed="<&- >&- 2>&-")
-    for out, redirection in redirections.items():
-        done = shell(f"{train} --out {out} {redirection}")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert fingerprint(out) == fingerprint("runs/bahdanau")
-    done = shell("bahdanau --translate 2> /dev/full", input="he x y\n" * 3)
-    assert (done.returncode, done.stdout.count("\n")) == (0, 3)
-
-
-def test_two_processes_resume(folder):
-    """Two processes that resume the same run do not disturb each other."""
-    command = [*small(), "--out", "new"]
-    assert run_with_fault("kill", "bahdanau", "learning_rate", 6, *command)[0] == -9
-    resume = [sys.executable, HERE / "bahdanau.py", "--resume", "--out", "new", "--device", "cpu"]
-    processes = [subprocess.Popen(resume, stderr=subprocess.PIPE) for _ in range(2)]
-    for process in processes:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()
-    assert fingerprint("new") == fingerprint("runs/bahdanau")
-
-
-def test_slow_process(folder, monkeypatch):
-    """With torchrun, a process may start after the first one has written its files."""
-    arguments = bahdanau.Config, bahdanau.__doc__, ["cpu"], ["--out", "runs/bahdanau"]
-    with pytest.raises(data.InputError, match="already exists"):
-        data.parse_args(*arguments)
-    monkeypatch.setattr(data, "RANK", 1)
-    assert data.parse_args(*arguments)[0].out == Path("runs/bahdanau")
-
-
-def test_two_writers(tmp_path, monkeypatch):
-    """A file that another process writes at the same time does not disturb the first one."""
-    replace = os.replace
-
-    def interrupted(source, target):
-        monkeypatch.setattr(os, "replace", replace)
-        monkeypatch.setattr(os, "getpid", lambda: 0)  # another process
-        data.write(target, b"other")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    data.write(tmp_path / "file", b"mine")
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"mine"]
-
-
-def test_damaged_checkpoints(folder):
-    """A damaged file, even by one bit, is rejected as such, and code in it is not executed."""
-    paths = Path("runs/bahdanau/model.pt"), Path("runs/bahdanau/last.pt")
-    sound = paths[0].read_bytes()
-    flipped = bytearray(sound)
-    flipped[len(sound) // 2] ^= 1
-    bad = [
-        b"",
-        sound[:9999],
-        bytes(flipped),
-        b"cos\nmkdir\n(S'owned'\ntR.",  # a pickle that calls os.mkdir("owned")
-    ]
-    for content in bad:
-        for path in paths:
-            path.write_bytes(content)
-        before = contents()
-        for args in (["--align", *TEXT[1:3]], ["--resume"]):
-            _, (error,) = run("bahdanau", *args, status=2)
-            assert re.match(r"runs/bahdanau/\w+.pt: damaged \(", error)
-        assert contents() == before
-
-
-def test_checkpoints_of_other_code(folder):
-    """A field added since takes its default; what does not fit the code is named, not damaged."""
-    path = Path("runs/bahdanau/model.pt")
-    sound = torch.load(path)
-    model, vocabularies = bahdanau.load(path)
-    del sound["config"]["init"], sound["config"]["steps"]  # one field above lr, one below
-    torch.save(sound, path)
-    changed, _ = bahdanau.load(path)
-    defaults = bahdanau.Config()
-    assert model.cfg.steps != defaults.steps
-    assert changed.cfg == dataclasses.replace(model.cfg, steps=defaults.steps)
-    torch.save(sound | dict(config=sound["config"] | dict(coverage=1)), path)
-    _, (error,) = run("bahdanau", "--align", *TEXT[1:3], status=2)
-    assert "--coverage, which this script does not have" in error
-    torch.save(sound | dict(config=sound["config"] | dict(optimizer="x")), path)
-    _, (error,) = run("bahdanau", "--align", *TEXT[1:3], status=2)
-    assert error.startswith(f"{path}: trained with --optimizer x: must be one of adam")
-    for other in (dict(config={}), [1], nn.Linear(1, 1)):  # the last one is not only weights
-        torch.save(other, path)
-        _, (error,) = run("bahdanau", "--align", *TEXT[1:3], status=2)
-        assert "not a checkpoint of these scripts" in error
-    new = {key: sound[key] for key in sound if key != "model"}
-    torch.save(new | dict(snapshots=[]), path)  # as last.pt before the first validation
-    _, (error,) = run("bahdanau", "--align", *TEXT[1:3], status=2)
-    assert "has no weights yet" in error
-    torch.save(sound | dict(model=dict(sound["model"], extra=torch.ones(1))), path)
-    with pytest.raises(RuntimeError, match='Unexpected key.*"extra"'):
-        bahdanau.load(path)
-
-
 def test_resume(folder):
-    """--resume continues the last run with changed flags; --out, text and sizes can be left out."""
-    shutil.copytree("runs/bahdanau", "runs/bahdanau-2")
+    """--resume continues a run with changed flags; text and sizes can be left out."""
+    shutil.copytree("runs/bahdanau", "copy")
     more = "--resume --steps 12 --eval-every 1 --lr 0.001 --warmup 3 --clip 2 --batch-tokens 200"
-    run(*small(), "--out", "runs/bahdanau", "--src-vocab", 30000, *more.split())
+    run(*small(), "--out", "copy", "--src-vocab", 30000, *more.split())
     run("bahdanau", *more.split())
-    assert [x.get("step") for x in read_log("runs/bahdanau-2")] == [4, 8, 9, 10, 11, 12, None]
-    assert fingerprint("runs/bahdanau-2") == fingerprint("runs/bahdanau")
-    seconds = [x["seconds"] for x in read_log("runs/bahdanau-2")]
-    assert seconds == sorted(seconds)  # they count from the start of the run
-    assert "nothing left to train" in run("bahdanau", "--resume")[1][0]
+    assert [x.get("step") for x in read_log("copy")] == [4, 8, 9, 10, 11, 12, None]
+    assert fingerprint("copy") == fingerprint("runs/bahdanau")
+
+
+def test_checkpoints(folder):
+    """A field added to Config since takes its default; code in a checkpoint is not executed."""
+    path = Path("runs/bahdanau/model.pt")
+    saved = torch.load(path)
+    del saved["config"]["init"], saved["config"]["steps"]  # one field above lr, one below
+    torch.save(saved, path)
+    model, _ = bahdanau.load("runs/bahdanau")
+    assert model.cfg.steps == bahdanau.Config().steps
+    path.write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")  # a pickle that calls os.mkdir("owned")
+    with pytest.raises(Exception):  # noqa: B017 (whatever torch raises)
+        bahdanau.load("runs/bahdanau")
+    assert not Path("owned").exists()
 
 
 def test_torchrun_matches_one_process(folder):
@@ -1327,7 +1176,7 @@ def test_torchrun_matches_one_process(folder):
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", HERE / "bahdanau.py"]
     torchrun += [*map(str, command[1:]), "two", "--accumulate", "2", "--resume", "--device", "cpu"]
     done = subprocess.run([sys.executable, *torchrun], capture_output=True, text=True, timeout=300)
-    assert done.stdout.count("60 training pairs") == done.stderr.count("step 8") == 1, done.stderr
+    assert done.stdout.count("60 pairs") == done.stderr.count("step 8") == 1, done.stderr
     for x, y in zip(read_log("one"), read_log("two"), strict=True):
         assert (x.get("step"), x["loss"]) == (y.get("step"), pytest.approx(y["loss"], abs=1e-4))
 
@@ -1336,51 +1185,24 @@ def test_torchrun_matches_one_process(folder):
 VALID = "--train train.en train.fr --valid"
 SWAPPED = "--train train.fr train.en --valid valid.en.gz valid.fr.gz"
 USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of the error message
-    # text files
-    (f"{VALID} train.en nowhere", "nowhere: cannot be read"),
-    (f"{VALID} empty empty", "empty: the file is empty"),
-    (f"{VALID} train.en half.gz", "half.gz: cannot be read"),
-    (f"{VALID} train.en latin1", "latin1, line 2"),
-    (f"{VALID} train.en short", "short: ends after line 1"),
-    (f"{VALID} train.en {os.devnull}", "not a regular file, but training reads it repeatedly"),
-    ("--train train.en train.fr", "give both"),
-    (f"{VALID} train.en train.fr --min-count 99", "--min-count 99: no word occurs that often"),
-    ("--train long long --valid long long", "long: no pair of 1 to 100 words"),
-    ("--align train.en latin1", "latin1, line 2"),
-    # run folders
-    ("--out runs", "runs: already exists"),
-    ("--resume --out nowhere", "nowhere/last.pt: not found"),
-    ("--translate --out nowhere", "nowhere: not found"),
+    (f"--out new {VALID} train.en nowhere", "No such file or directory: 'nowhere'"),
+    (f"--out new {VALID} empty empty", "empty: the file is empty"),
+    (f"--out new {VALID} train.en latin1", "latin1, line 2: not UTF-8"),
+    (f"--out new {VALID} train.en short", "short: ends before line 2"),
+    ("--train train.en train.fr", "--train SRC TGT and --valid SRC TGT go together"),
+    ("--out new --train long long --valid long long", "long: no pair of 1 to 100 words"),
+    ("", "runs/bahdanau: holds a run; add --resume"),
+    ("--resume --out nowhere", "No such file or directory: 'nowhere/last.pt'"),
+    ("--translate --out nowhere", "No such file or directory: 'nowhere/model.pt'"),
     ("--translate --out runs/luong", "made by luong.py"),
-    ("--resume --out runs/luong", "made by luong.py"),
-    # flags that contradict a saved model
-    ("--resume --steps 9 --translate", "--resume: is for training; omit it"),
-    ("--translate --hidden 12", "--hidden 10, not 12"),
-    ("--resume --hidden 12", "--hidden 10, not 12"),
-    ("--resume --paper", "--max-len 20, not 50"),
-    ("--resume --optimizer adadelta", "--optimizer adam, not adadelta"),
-    ("--resume --min-count 2", "--min-count 1, not 2"),
-    ("--resume --share-vocab", "--share-vocab False, not True"),
-    ("--resume --max-len 50", "--max-len 20, not 50"),
-    (f"--resume --steps 9 {VALID} train.en train.fr", "text has changed"),
-    (f"--resume --steps 9 {SWAPPED}", "text has changed"),
-    # unknown flags and values out of range
+    ("--translate --hidden 12", "started with --hidden 10, not 12"),
+    ("--resume --paper", "started with --max-len 20, not 50"),
+    (f"--resume --steps 9 {SWAPPED}", "the text has changed"),
     ("--medium --paper", "not allowed with argument"),
-    ("--beem 3", "--beem 3: unknown argument; see --help"),
+    ("--beem 3", "unrecognized arguments: --beem 3"),
     ("--beam 0", "--beam 0: must be at least 1"),
-    ("--beam 100000", "--beam 100000: must be at most 1,000"),
-    ("--hidden 100000000000000000000", "must be at most 1,000,000,000"),
-    ("--lr nan", "--lr nan: must be at least 0 and finite"),
-    ("--lr -1", "--lr -1.0: must be at least 0 and finite"),
-    ("--resume --lr -1", "--lr -1.0: must be at least 0 and finite"),
-    ("--init -1", "--init -1.0: must be at least 0 and finite"),
-    ("transformer --clip inf", "--clip inf: must be at least 0 and finite"),
-    ("transformer --length-penalty inf", "--length-penalty inf: must be at least 0 and finite"),
-    ("--max-len -1", "--max-len -1: must be at least 0"),
+    ("--lr nan", "--lr nan: must be at least 0"),
     ("--optimizer x", "--optimizer: invalid choice"),
-    ("--dropout -0.1", "--dropout -0.1: must be at least 0 and below 1"),
-    ("--dropout-out 1", "--dropout-out 1.0: must be at least 0 and below 1"),
-    ("--smoothing 1", "--smoothing 1.0: must be at least 0 and below 1"),
     ("luong --score location --attention local-p", "works only with --attention global"),
     ("transformer --heads 5", "a multiple of --heads 5"),
 ]
@@ -1393,9 +1215,8 @@ def test_user_errors(flags, message, folder):
     Path("long").write_bytes(b"un " * 1001)
     Path("short").write_bytes(b"un\n")
     Path("latin1").write_bytes(b"un\n\xe9\n")
-    Path("half.gz").write_bytes(Path("valid.en.gz").read_bytes()[:-9])
     before = contents()
-    command = f"bahdanau {flags}" if flags.startswith("-") else flags
+    command = flags if flags.startswith(tuple(SCRIPTS)) else f"bahdanau {flags}"
     _, (error,) = run(command, status=2)
     assert message in error
     assert contents() == before

@@ -24,6 +24,7 @@ import dataclasses
 import gzip
 import html
 import inspect
+import io
 import itertools
 import json
 import math
@@ -75,8 +76,10 @@ def read_pairs(source, target, gold=None):
     for number, lines in enumerate(itertools.zip_longest(*map(read, paths)), 1):
         if None in lines:
             short = paths[lines.index(None)]
-            raise InputError(f"{short}: ends before line {number}, unlike the file it belongs to")
-        yield *lines[:2], *(parse_links(words, gold, number) for words in lines[2:])
+            long = target if short == source else source
+            raise InputError(f"{short}: ends before line {number}, but {long} does not")
+        source_words, target_words, *links = lines
+        yield source_words, target_words, *(parse_links(words, gold, number) for words in links)
     if number == 0:
         raise InputError(f"{source}: the file is empty")
 
@@ -89,8 +92,8 @@ def parse_links(words, path, number):  # Pharaoh format: ["0-0", "1-2", ...]
 
 
 def built_in(split):
-    """The files of the built-in corpus; its test set has gold alignments."""
-    parts = ("en", "fr", "links") if split == "test" else ("en", "fr")
+    """The files of the built-in corpus: train, or valid and test, which have gold alignments."""
+    parts = ("en", "fr") if split == "train" else ("en", "fr", "links")
     return [CORPUS / f"{split}.{part}" for part in parts]
 
 
@@ -298,12 +301,14 @@ def svg(source, target, alpha):
 
 def write_alignments(path, pairs, alphas):
     """Writes path.npz (weights), path.txt (links of each pair) and path.svg (the first pair)."""
-    sources, targets = ([" ".join(to_words(x)) for x in side] for side in list(zip(*pairs))[:2])
-    arrays = dict(source=sources, target=targets) | {f"alpha_{k}": a for k, a in enumerate(alphas)}
-    np.savez_compressed(f"{path}.npz", **arrays)
-    text = "".join(pharaoh(alpha) + "\n" for alpha in alphas)
-    Path(f"{path}.txt").write_text(text)
-    Path(f"{path}.svg").write_text(svg(*pairs[0][:2], alphas[0]), encoding="utf-8")
+    sources = [" ".join(to_words(pair[0])) for pair in pairs]
+    targets = [" ".join(to_words(pair[1])) for pair in pairs]
+    weights = {f"alpha_{k}": alpha for k, alpha in enumerate(alphas)}
+    arrays = io.BytesIO()
+    np.savez_compressed(arrays, source=sources, target=targets, **weights)
+    write(f"{path}.npz", arrays.getvalue())
+    write(f"{path}.txt", "".join(pharaoh(alpha) + "\n" for alpha in alphas).encode())
+    write(f"{path}.svg", svg(*pairs[0][:2], alphas[0]).encode())
 
 
 # ---- 4. the command line: flags, the text of a run, its files ------------------------------------
@@ -393,7 +398,7 @@ class Corpus:
     def __init__(self, cfg, train, valid, saved):
         self.files = (train, valid) if train else saved.get("files")  # None: the built-in corpus
         train, valid = self.files or (built_in("train"), built_in("valid"))
-        self.valid = list(read_pairs(*valid))
+        self.valid = list(read_pairs(*valid[:2]))
         self.test = self.valid if self.files else list(read_pairs(*built_in("test")))
         self.test_name = "validation set" if self.files else "test set"
 
@@ -450,8 +455,11 @@ def report_unknown(sentences, vocabulary):
 def write(path, content):
     """Replaces a file at once, so that it is complete whenever the script is stopped."""
     if RANK == 0:  # only the first process writes
-        temporary = Path(f"{path}.tmp")
-        temporary.write_bytes(content)
+        temporary = f"{path}.tmp"
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # so that the file is also complete after a power cut
         os.replace(temporary, path)
 
 

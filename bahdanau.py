@@ -91,9 +91,9 @@ class GatedUnit(nn.Module):
         self.U_zr = nn.Linear(hidden, 2 * hidden, bias=False)
         self.U = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, We, s, c):  # We = W e(y) (B,1,3H)  s (B,1,H)  c (B,1,2H)
+    def forward(self, W_y, s, c):  # W_y = self.W(y), y embedded; (B,1,3H), (B,1,H), (B,1,2H)
         H = s.size(-1)
-        gates, candidate = (We + self.C(c)).split([2 * H, H], -1)
+        gates, candidate = (W_y + self.C(c)).split([2 * H, H], -1)
         z, r = torch.sigmoid(gates + self.U_zr(s)).chunk(2, -1)
         s_tilde = torch.tanh(candidate + self.U(r * s))  # U [r o s], not r o (U s)
         return (1 - z) * s + z * s_tilde
@@ -150,23 +150,25 @@ class RNNsearch(nn.Module):
         t = t_tilde.unflatten(-1, (-1, 2)).amax(-1)  # maxout over pairs   (..,l)
         return self.W_o(self.drop_out(t))
 
-    def step(self, y, state, memory):  # y_{i-1} (B,) -> logits of y_i (B,V), next state
+    def advance(self, W_y, state, memory):  # W_y (B,1,3H) -> next state, alpha_i (B,1,S)
         h, keys, mask = memory
+        s = self.cell(W_y, *state)  # s_{i-1}, which has read y_{i-1} and c_{i-1}
+        c, alpha = self.attention(s, h, mask, keys)  # c_i
+        return (s, c), alpha
+
+    def step(self, y, state, memory):  # y_{i-1} (B,) -> logits of y_i (B,V), next state
         y = self.drop(self.E_y(y.unsqueeze(1)))  # (B,1,E)
-        s = self.cell(self.cell.W(y), *state)  # s_{i-1}, which has read y_{i-1} and c_{i-1}
-        c, _ = self.attention(s, h, mask, keys)
+        (s, c), _ = self.advance(self.cell.W(y), state, memory)
         return self.output(s, y, c).squeeze(1), (s, c)
 
     def forward(self, src, tgt_in, need_alpha=False):
         memory = self.encode(src)
-        h, keys, mask = memory
+        state = self.init_state(memory)
         y = self.drop(self.E_y(tgt_in))  # (B,T,E)
-        s, c = self.init_state(memory)
         steps = []
-        for We in self.cell.W(y).split(1, 1):  # the loop holds only what needs the state
-            s = self.cell(We, s, c)  # s_{i-1}, which has read y_{i-1} and c_{i-1}
-            c, alpha = self.attention(s, h, mask, keys)  # c_i
-            steps.append((s, c, alpha))
+        for W_y in self.cell.W(y).split(1, 1):  # W_y is one product for all steps
+            state, alpha = self.advance(W_y, state, memory)
+            steps.append((*state, alpha))
         s, c, alpha = (torch.cat(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,2H), (B,T,S)
         logits = self.output(s, y, c)  # (B,T,V)
         return (logits, alpha) if need_alpha else logits
@@ -565,6 +567,7 @@ def inference_command(args, flags, device):
 def main(argv=None):
     """The command line."""
     torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))

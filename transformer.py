@@ -147,7 +147,6 @@ class Transformer(nn.Module):
         self.encoder = nn.ModuleList(EncoderLayer(cfg) for _ in range(cfg.layers))
         self.decoder = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.layers))
         self.drop = nn.Dropout(cfg.dropout)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # process-wide; cuDNN is slow at new shapes
         self.init_weights()
 
     def init_weights(self):  # as in fairseq; the rest has torch's initialization
@@ -609,6 +608,7 @@ def inference_command(args, flags, device):
 def main(argv=None):
     """The command line."""
     torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))

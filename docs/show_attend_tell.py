@@ -28,7 +28,9 @@ Deviations from the paper
 import argparse
 import base64
 import dataclasses
+import inspect
 import json
+import re
 import struct
 import sys
 import typing
@@ -304,7 +306,7 @@ def make_scenes(n, split):
 
 def to_tensors(scenes):
     """Images (B,3,48,48) and captions (B,T+1) from BOS to EOS, padded."""
-    rows = [[BOS, *(VOCABULARY[word] for word in scene.words), EOS] for scene in scenes]
+    rows = [[BOS, *VOCABULARY.encode(scene.words), EOS] for scene in scenes]
     tgt = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     return torch.from_numpy(np.stack([scene.image for scene in scenes])), tgt
 
@@ -332,9 +334,16 @@ def picture(image, words, s):
 def main():
     """The command line: trains, prints the scores as lines of JSON, then describes an image."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.splitlines()[0])
-    data.add_flags(parser, Config, presets={})
-    with data.one_line_errors(torch.OutOfMemoryError):
-        cfg = Config(**vars(parser.parse_args()))
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)", inspect.getsource(Config), re.M))
+    for field in dataclasses.fields(Config):
+        kind = dict(type=field.type)
+        if field.name == "attention":
+            kind = dict(choices=typing.get_args(field.type))
+        flag = "--" + field.name.replace("_", "-")
+        text = comments[field.name] + " [%(default)s]"
+        parser.add_argument(flag, default=field.default, help=text, **kind)
+    cfg = Config(**vars(parser.parse_args()))
+    with data.one_line_errors():
         data.check(cfg)
         if cfg.features < 3:
             raise data.InputError(f"--features {cfg.features}: must be at least 3")

@@ -184,7 +184,7 @@ def draw_alignments():
 
 def film():
     """Trains and records the default models of the four scripts and the model of twins.py."""
-    sys.path.insert(0, str(DOCS.parent))
+    sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "corpus")]
     import twins  # here, because drawing needs no torch
 
     lines = SENTENCES.strip().split("\n")
@@ -210,9 +210,10 @@ def train(script, pairs):
     torch.backends.mkldnn.set_flags(False)
     cfg = script.Config()
     corpus = data.Corpus(cfg, train=None, valid=None, saved={})  # the built-in corpus
+    cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
     torch.manual_seed(cfg.seed)
-    model = script.Model(script.dataclasses.replace(cfg, **corpus.sizes))
-    train_step = script.make_train_step(model, model.cfg)
+    model = script.Model(cfg)
+    train_step = script.make_train_step(model, cfg)
     steps = [n for n in RECORDED if n < cfg.steps] + [cfg.steps]
     frames = []
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed)

@@ -5,11 +5,10 @@ one word, but "it" is "il" in one French sentence and "elle" in the other. The b
 too few such sentences to learn this from, so this file adds 4,000. It is used by draw.py --film.
 """
 
-import dataclasses
-import time
 import zlib
 
 import torch
+from grammar import Grammar  # corpus/grammar.py
 
 import data
 import transformer
@@ -26,7 +25,7 @@ le chien n' a pas traversé la forêt parce qu' elle était trop dangereuse .
 """
 
 
-class BecauseGrammar(data.Grammar):
+class BecauseGrammar(Grammar):
     """Generates sentences such as "the big dog saw a park because it was very dark ."."""
 
     def pick(self, key):
@@ -53,7 +52,7 @@ def is_held_out(source):
 
 
 def because_it(n, max_len=30):
-    """n training pairs with "because it", of the lengths and from the split that data.toy uses."""
+    """n pairs with "because it", of the lengths and from the split of the training text."""
     grammar = BecauseGrammar("0 because")
     pairs = []
     while len(pairs) < n:
@@ -70,15 +69,15 @@ def train(out):
     torch.backends.mkldnn.set_flags(False)  # as in transformer.main
     cfg = transformer.Config(steps=6000, seed=4)  # seeds 2, 3: mistakes; 1: no head moves clearly
     corpus = data.Corpus(cfg, train=None, valid=None, saved={})  # the built-in corpus
-    pairs = [pair[:2] for pair in data.toy(50000) if not is_held_out(pair[0])]
+    text = data.read_pairs(*data.built_in("train"))
+    pairs = [pair for pair in text if not is_held_out(pair[0])]
     corpus.train = data.Bitext(pairs + because_it(4000), corpus.vocabularies)
+    cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
     torch.manual_seed(cfg.seed)
-    model = transformer.Model(dataclasses.replace(cfg, **corpus.sizes))
+    model = transformer.Model(cfg)
     out.mkdir(parents=True)
     print(corpus, flush=True)
-    optimizer = transformer.make_optimizer(model, cfg)
-    start = time.perf_counter()
-    transformer.train(out, corpus, model, optimizer, log=[], snapshots=[], start=start)
+    transformer.train(out, corpus, model, saved={})
 
 
 def translate(model, vocabularies, source, other=None, heads=()):

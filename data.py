@@ -375,7 +375,7 @@ def check(config):
             below = 1
         if field.type in (int, float) and not least <= value < below:
             flag = f"--{field.name.replace('_', '-')} {value}"
-            raise InputError(f"{flag}: must be at least {least} and less than {below}")
+            raise InputError(f"{flag}: must be in [{least}, {below})")
 
 
 def saved_config(saved, Config, flags):
@@ -495,6 +495,6 @@ def one_line_errors():
     except KeyboardInterrupt:
         print("interrupted; --resume continues training", file=sys.stderr)
         sys.exit(130)
-    except (InputError, OSError, EOFError) as error:
+    except (InputError, OSError, EOFError, zlib.error) as error:  # the last two: a damaged .gz
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -443,7 +443,7 @@ def main():
     parser.add_argument("--max-len", type=int, default=30)
     parser.add_argument("--pairs", type=int, default=25000, help="training pairs")
     args = parser.parse_args()
-    args.out.mkdir(exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     for split, n in dict(train=args.pairs, valid=500, test=999).items():
         pairs = [EXAMPLE] if split == "test" else []
         pairs += generate(n, split, args.max_len)

@@ -55,7 +55,9 @@ def to_words(sentence):
     """Splits a string (or UTF-8 bytes) at ASCII whitespace; a list of words is left unchanged."""
     if isinstance(sentence, str):
         sentence = sentence.encode()  # bytes.split, unlike str.split, keeps no-break spaces
-    return [w.decode() for w in sentence.split()] if isinstance(sentence, bytes) else sentence
+    if isinstance(sentence, bytes):
+        return [word.decode() for word in sentence.split()]
+    return sentence
 
 
 def read(path):
@@ -76,7 +78,7 @@ def read_pairs(source, target, gold=None):
     for number, lines in enumerate(itertools.zip_longest(*map(read, paths)), 1):
         if None in lines:
             short = paths[lines.index(None)]
-            long = target if short == source else source
+            long = next(path for path, line in zip(paths, lines) if line is not None)
             raise InputError(f"{short}: ends before line {number}, but {long} does not")
         source_words, target_words, *links = lines
         yield source_words, target_words, *(parse_links(words, gold, number) for words in links)
@@ -167,12 +169,12 @@ class Bitext:
         """Batches of row numbers that cover each row once, longest first."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        max_rows = max_tokens // 32  # because a short source can get a long translation
+        max_rows = max_tokens // 32  # 16 + 16 tokens, as a short source can get a long translation
         cuts = batch_boundaries(longest[order], max_tokens, max_rows)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
     def batches(self, max_tokens, max_sentences, seed, first_step=0):
-        """Endless training batches. Batch k depends only on seed and k, so training can resume."""
+        """Endless training batches. Batch k depends only on k and the arguments, for --resume."""
         # Pairs of similar length share a batch, and lengths are rounded up to a multiple of 1/16 of
         # the longest. That gives little padding and few distinct shapes, which suits CUDA graphs.
         multiple = max(max(side.max() for side in self.lengths) // 16, 1)
@@ -323,13 +325,16 @@ def parse_args(Config, description, argv=None):
         allow_abbrev=False,
     )
     pair = dict(nargs=2, metavar=("SRC", "TGT"))
-    mode, preset = (parser.add_mutually_exclusive_group() for _ in range(2))
+    mode = parser.add_mutually_exclusive_group()
+    preset = parser.add_mutually_exclusive_group()
     mode.add_argument("--train", **pair, help="train on your own text [built-in corpus]")
-    mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT [GOLD LINKS]")
+    mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT [LINKS]")
     mode.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
     mode.add_argument("--translate", action="store_true", help="translate stdin to stdout")
     parser.add_argument("--valid", **pair, help="validation text, needed with --train")
-    parser.add_argument("--out", type=Path, default=Path("runs", script), help="[%(default)s]")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs", script), help="run folder [%(default)s]"
+    )
     parser.add_argument("--resume", action="store_true", help="continue the training in --out")
     preset.add_argument("--medium", action="store_true", help="for real text, on a GPU")
     preset.add_argument("--paper", action="store_true", help="the paper's sizes and recipe")
@@ -363,13 +368,13 @@ def parse_args(Config, description, argv=None):
 
 
 def check(config):
-    """Rejects numbers that would give nonsense: negative, infinite, or 0 where 1 is the least."""
+    """Rejects numbers outside the range of their field."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         least, below = 0, math.inf
         if field.name in ("src_vocab", "tgt_vocab"):
             least = 5  # SPECIALS and a word
-        elif field.type is int and field.default >= 1 and field.name != "seed":
+        elif field.type is int and field.name not in ("seed", "align_layer"):
             least = 1
         elif field.name in ("dropout", "dropout_out", "smoothing"):
             below = 1
@@ -398,7 +403,7 @@ class Corpus:
     def __init__(self, cfg, train, valid, saved):
         self.files = (train, valid) if train else saved.get("files")  # None: the built-in corpus
         train, valid = self.files or (built_in("train"), built_in("valid"))
-        self.valid = list(read_pairs(*valid[:2]))
+        self.valid = list(read_pairs(*valid[:2]))  # without gold links, which only tests use
         self.test = self.valid if self.files else list(read_pairs(*built_in("test")))
         self.test_name = "validation set" if self.files else "test set"
 
@@ -415,9 +420,10 @@ class Corpus:
         else:
             options = (cfg.src_vocab, cfg.tgt_vocab), cfg.min_count, cfg.share_vocab
             self.vocabularies = build_vocabularies(training_pairs(), *options)
+        if min(map(len, self.vocabularies)) == len(SPECIALS):
+            limits = f"--min-count {cfg.min_count} and --max-len {cfg.max_len}"
+            raise InputError(f"{train[0]}: no words are left with {limits}")
         self.train = Bitext(training_pairs(), self.vocabularies)
-        if len(self.train) == 0:
-            raise InputError(f"{train[0]}: no pair of 1 to {cfg.max_len} words; raise --max-len")
         self.checksum = zlib.crc32(repr(self.valid).encode())
         for side in self.train.tokens:
             self.checksum = zlib.crc32(side, self.checksum)
@@ -453,7 +459,7 @@ def report_unknown(sentences, vocabulary):
 
 
 def write(path, content):
-    """Replaces a file at once, so that it is complete whenever the script is stopped."""
+    """Writes a file atomically: an interrupted script never leaves a partial file."""
     if RANK == 0:  # only the first process writes
         temporary = f"{path}.tmp"
         with open(temporary, "wb") as file:
@@ -489,11 +495,11 @@ def one_line_errors():
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads on, as after `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; --resume continues training", file=sys.stderr)
+        print("interrupted; --resume continues a training run", file=sys.stderr)
         sys.exit(130)
     except (InputError, OSError, EOFError, zlib.error) as error:  # the last two: a damaged .gz
         print(f"error: {error}", file=sys.stderr)

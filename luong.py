@@ -24,10 +24,10 @@ Deviations from the paper
   the alignment of the input word y_{t-1}, except with the location score (footnote 14). concat
   learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
 - The decoder's LSTMs have biases, as in Zaremba et al., whom the paper cites; the encoder's have
-  none, as in the authors' code, so that padding (zeros) leaves a zero state as it is. --replace-unk
-  has no dictionary.
-- Where the paper is silent: beam 10, shrinking as hypotheses end; 0 to n + 50 words for n source
-  words; the best validation loss. Authors' code: beam 12, which never shrinks; 0.5n to 1.5n words.
+  none, as in the authors' code, so that zero padding leaves a zero state unchanged.
+- Where the paper is silent, we use beam 10, which shrinks as hypotheses end, 0 to n + 50 words for
+  n source words, and the best validation loss. The authors' code extends all K hypotheses to 0.5n
+  to 1.5n words. --replace-unk has no dictionary.
 - Single models only: BLEU 23.0 is an ensemble's. --steps is 12 epochs, or 10 without dropout. CUDA:
   bf16. Without --paper: smaller, Adam, label smoothing, global; input feeding only with --medium.
 """
@@ -129,9 +129,9 @@ class LuongNMT(nn.Module):
         fed = cfg.hidden if cfg.input_feeding else 0  # size of h~_{t-1}
         self.E_x = nn.Embedding(cfg.src_vocab, cfg.emb)
         self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.emb)
-        deep = cfg.hidden, cfg.layers, cfg.dropout
-        self.encoder = DeepLSTM(cfg.emb, *deep, bias=False)  # see encode
-        self.decoder = DeepLSTM(cfg.emb + fed, *deep)
+        size = cfg.hidden, cfg.layers, cfg.dropout
+        self.encoder = DeepLSTM(cfg.emb, *size, bias=False)  # see encode
+        self.decoder = DeepLSTM(cfg.emb + fed, *size)
         positions = cfg.max_len + 1  # enough for every training sentence and EOS
         self.attention = LuongAttention(cfg.hidden, cfg.score, cfg.attention, cfg.window, positions)
         self.W_c = nn.Linear(2 * cfg.hidden, cfg.hidden, bias=False)
@@ -269,7 +269,7 @@ class Config:
 
     @classmethod
     def medium(cls, **overrides):
-        """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set (dot: on Europarl's)."""
+        """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set, dot on Europarl's."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, score="dot", input_feeding=True, dropout=0.5, init=0.08)
         recipe = dict(lr=0.008, warmup=200, smoothing=0.2, average=10, beam=5, length_penalty=1.0)
@@ -283,9 +283,10 @@ class Config:
         best = dict(attention="local-p", input_feeding=True, beam=10, replace_unk=True)
         recipe = dict(optimizer="sgd", lr=1.0, clip=5.0, smoothing=0.0, loss_per="sentence")
         batches = dict(batch_sentences=128, batch_tokens=14000, max_len=50, eval_every=5000)
-        overrides = dict(dropout=0.2, compile=True) | overrides
-        steps = 421875 if overrides["dropout"] else 351562  # 12 epochs, or 10 without dropout
-        return cls(**sizes | best | recipe | batches | dict(steps=steps) | overrides)
+        dropout = overrides.get("dropout", 0.2)
+        steps = 421875 if dropout else 351562  # 12 epochs, or 10 without dropout
+        schedule = dict(dropout=dropout, steps=steps, compile=True)
+        return cls(**sizes | best | recipe | batches | schedule | overrides)
 
 
 def make_optimizer(model, cfg):
@@ -310,19 +311,19 @@ COMPILED = (LuongAttention,)  # what --compile compiles, besides the loss
 
 
 def make_train_step(model, cfg, optimizer=None, done=0):
-    """Returns train_step(src, tgt), which does one update and returns the loss per token."""
+    """Returns train_step(src, tgt), which does one update and returns the smoothed token loss."""
     optimizer = optimizer or make_optimizer(model, cfg)
     weights = list(model.parameters())
     device = weights[0].device
     on_gpu = device.type == "cuda"
-    copied = bf16_copy(model)  # on CUDA; made here, so that no recording contains it
-    criterion = compile_parts(copied) if on_gpu and cfg.compile else summed_loss
+    net = bf16_copy(model)  # on CUDA; created here, so that no CUDA graph repeats its creation
+    criterion = compile_parts(net) if on_gpu and cfg.compile else summed_loss
     updates = itertools.count(done + 1)
     for p in weights:
-        p.grad = torch.zeros_like(p)  # where recordings add gradients
+        p.grad = torch.zeros_like(p)  # fixed buffers, to which CUDA graphs add gradients
 
     def forward_backward(src, tgt, scale):
-        net = bf16_copy(model.train())  # on CUDA; elsewhere net is the model itself
+        net = bf16_copy(model.train())  # with the current weights
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
         loss.backward()
         move_gradients(net, model)
@@ -340,7 +341,7 @@ def make_train_step(model, cfg, optimizer=None, done=0):
         scale = (1 / count).to(device)
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
-        for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # every process has the whole batch
+        for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # micro-batch k: rows k, k + n, ...
             micro_batch = (x[k::n].to(device, non_blocking=on_gpu) for x in (src, tgt))
             loss += forward_backward(*micro_batch, scale)
         if WORLD_SIZE > 1:
@@ -356,7 +357,7 @@ def make_train_step(model, cfg, optimizer=None, done=0):
 
 
 def summed_loss(logits, y, smoothing=0.0):
-    """Cross-entropy of the targets y (B,T), summed over all tokens but padding; not in bf16."""
+    """Cross-entropy of the targets y (B,T), summed over all tokens but padding, in float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
     options = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
     return F.cross_entropy(logits, y.flatten(), **options)
@@ -412,8 +413,9 @@ def beam(model, src, max_len, K, penalty=0.0):
         words = logits.topk(min(K, logits.size(1) - 1)).indices  # K of each row are enough
         words = F.pad(words, (1, 0), value=PAD)  # (BK,K+1)
         is_pad = words == PAD
-        log_p = log_p.gather(1, words).masked_fill(is_pad, 0)  # PAD costs nothing, but follows
-        log_p = log_p.masked_fill(is_pad != (left == 0).unsqueeze(1), -torch.inf)  # only the end
+        ended = (left == 0).unsqueeze(1)
+        log_p = log_p.gather(1, words).masked_fill(is_pad, 0)  # PAD costs nothing
+        log_p = log_p.masked_fill(is_pad != ended, -torch.inf)  # PAD after the end, words before
         total = (score.view(-1, 1) + log_p).view(B, -1)
         keeps_place = is_pad.view(B, -1) & total.isfinite()  # the ended hypotheses
         index = total.masked_fill(keeps_place, torch.inf).topk(K).indices  # (B,K)
@@ -501,7 +503,7 @@ def evaluate(model, pairs, vocabularies):
     loss = mean_loss(model, pairs, vocabularies)
     hypotheses = translate(model, [pair[0] for pair in pairs], vocabularies)
     alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None
-    return dict(loss=loss, ppl=math.exp(loss)) | data.scores(pairs, hypotheses, alphas)
+    return dict(loss=loss, ppl=math.exp(min(loss, 700))) | data.scores(pairs, hypotheses, alphas)
 
 
 def load(path, device="cpu", **flags):
@@ -517,8 +519,8 @@ def train(out, corpus, model, saved):
     cfg = model.cfg
     optimizer = make_optimizer(model, cfg)
     words = [vocabulary.words for vocabulary in corpus.vocabularies]
-    about = dict(script=Path(__file__).stem, config=vars(cfg), vocabularies=words)
-    about |= dict(files=corpus.files, checksum=corpus.checksum)
+    text = dict(vocabularies=words, files=corpus.files, checksum=corpus.checksum)
+    about = dict(script=Path(__file__).stem, config=vars(cfg), **text)
     log = saved.get("log", [])  # one entry per validation
     snapshots = saved.get("snapshots", [])  # the weights at the last --average validations
     done = tokens = seconds = 0
@@ -526,7 +528,7 @@ def train(out, corpus, model, saved):
         model.load_state_dict(snapshots[-1])
         optimizer.load_state_dict(saved["optimizer"])
         done, tokens, seconds = (log[-1][key] for key in ("step", "tokens", "seconds"))
-    else:  # so that the folder is taken, and --resume works before the first validation
+    else:  # marks the folder as used, and lets --resume start from step 0
         data.write(out / "last.pt", to_bytes(about))
     start = time.perf_counter() - seconds
     train_step = make_train_step(model, cfg, optimizer, done)
@@ -623,9 +625,10 @@ def main(argv=None):
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise data.InputError("--device cuda: torch finds no GPU")
+        gpu, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+        device = torch.device(args.device or ("cuda" if gpu else "cpu"))
+        if not dict(cpu=True, cuda=gpu, mps=mps)[device.type]:
+            raise data.InputError(f"--device {device}: not available on this machine")
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if WORLD_SIZE > 1:
@@ -691,7 +694,8 @@ def compile_parts(net):
 def graphed(function, device, eager_calls=0):
     """Records the kernels that function launches, once per input shape, and replays them later."""
     graphs = {}  # input shapes -> graph, its input buffers, its output
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+    pool = torch.cuda.graph_pool_handle()
     calls = itertools.count()
 
     def call(*inputs):
@@ -699,7 +703,8 @@ def graphed(function, device, eager_calls=0):
             return function(*inputs)
         shapes = tuple(x.shape for x in inputs)
         if shapes not in graphs:
-            graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
+            graph = torch.cuda.CUDAGraph()
+            buffers = [x.clone() for x in inputs]
             torch.cuda.synchronize(device)
             if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
                 torch.cuda.empty_cache()  # recordings cannot reuse memory cached by other code

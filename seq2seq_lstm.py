@@ -11,14 +11,14 @@ Sutskever, Vinyals, Le 2014, Sequence to Sequence Learning with Neural Networks,
     p(y | x) = prod_t p(y_t | v, y_<t)         probability of a sentence                      (1)
 
     python seq2seq_lstm.py                     built-in corpus: BLEU 43, 2 min on 2 cores
-    python seq2seq_lstm.py --medium --train train.en train.fr --valid valid.en valid.fr
+    python seq2seq_lstm.py --medium --train train.en train.fr --valid valid.en valid.fr --out fr
 
 This model has no attention and therefore no alignment. The script draws gradient saliency instead:
     alpha_ij = |x_j . d log p(y_i) / d x_j|    x_j: source embedding; normalized over j
 Deviations from the paper
-- The LSTMs are torch's. The encoder has no biases, so that padding, which is zeros, leaves a zero
-  state as it is. The paper gives no equations for its LSTM and cites Graves, whose LSTM has biases
-  and peephole connections. Dropout, if any, is on the inputs of both LSTMs and of the softmax.
+- The LSTMs are torch's. The encoder has no biases, so that zero padding leaves a zero state
+  unchanged. The paper gives no equations for its LSTM and cites Graves, whose LSTM has biases and
+  peephole connections. Dropout, if any, is on the inputs of both LSTMs and of the softmax.
 - The decoder starts from <s> instead of <EOS>, and the reversed source begins with <EOS>, which
   the encoder of figure 1 reads last. This way, all four scripts use the same batches.
 - Single models only: the paper's BLEU 34.81 is from five models; its best single one has 30.59.
@@ -60,9 +60,9 @@ class Seq2Seq(nn.Module):
         self.cfg = cfg
         self.E_x = nn.Embedding(cfg.src_vocab, cfg.emb)
         self.E_y = nn.Embedding(cfg.tgt_vocab, cfg.emb)
-        deep = dict(num_layers=cfg.layers, batch_first=True)
-        self.encoder = nn.LSTM(cfg.emb, cfg.hidden, bias=False, **deep)  # see encode
-        self.decoder = nn.LSTM(cfg.emb, cfg.hidden, **deep)
+        sizes = cfg.emb, cfg.hidden, cfg.layers
+        self.encoder = nn.LSTM(*sizes, batch_first=True, bias=False)  # see encode
+        self.decoder = nn.LSTM(*sizes, batch_first=True)
         self.W = nn.Linear(cfg.hidden, cfg.tgt_vocab)
         self.drop = nn.Dropout(cfg.dropout)
         self.init_weights()
@@ -97,8 +97,9 @@ class Seq2Seq(nn.Module):
     @torch.backends.cudnn.flags(enabled=False)  # cuDNN RNNs have no backward in eval mode
     def saliency(self, src, tgt_in):
         """Gradient saliency of each source word for each target word; this is not attention."""
-        y = F.pad(tgt_in[:, 1:], (0, 1))  # the words to predict: tgt_in shifted by one,
-        y = y.masked_fill(y == PAD, EOS)  # then EOS   (B,T)
+        # The words to predict are those of tgt_in, shifted by one, then EOS.
+        y = F.pad(tgt_in[:, 1:], (0, 1))
+        y = y.masked_fill(y == PAD, EOS)  # (B,T)
         factor = torch.ones_like(self.E_x(src)[..., :1]).requires_grad_()  # (B,S,1)
         h, _ = self.decoder(self.E_y(tgt_in), self.encode(src, factor))
         rows = []
@@ -202,19 +203,19 @@ COMPILED = ()  # --compile compiles only the loss, because cuDNN already fuses t
 
 
 def make_train_step(model, cfg, optimizer=None, done=0):
-    """Returns train_step(src, tgt), which does one update and returns the loss per token."""
+    """Returns train_step(src, tgt), which does one update and returns the smoothed token loss."""
     optimizer = optimizer or make_optimizer(model, cfg)
     weights = list(model.parameters())
     device = weights[0].device
     on_gpu = device.type == "cuda"
-    copied = bf16_copy(model)  # on CUDA; made here, so that no recording contains it
-    criterion = compile_parts(copied) if on_gpu and cfg.compile else summed_loss
+    net = bf16_copy(model)  # on CUDA; created here, so that no CUDA graph repeats its creation
+    criterion = compile_parts(net) if on_gpu and cfg.compile else summed_loss
     updates = itertools.count(done + 1)
     for p in weights:
-        p.grad = torch.zeros_like(p)  # where recordings add gradients
+        p.grad = torch.zeros_like(p)  # fixed buffers, to which CUDA graphs add gradients
 
     def forward_backward(src, tgt, scale):
-        net = bf16_copy(model.train())  # on CUDA; elsewhere net is the model itself
+        net = bf16_copy(model.train())  # with the current weights
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
         loss.backward()
         move_gradients(net, model)
@@ -232,7 +233,7 @@ def make_train_step(model, cfg, optimizer=None, done=0):
         scale = (1 / count).to(device)
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
-        for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # every process has the whole batch
+        for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # micro-batch k: rows k, k + n, ...
             micro_batch = (x[k::n].to(device, non_blocking=on_gpu) for x in (src, tgt))
             loss += forward_backward(*micro_batch, scale)
         if WORLD_SIZE > 1:
@@ -248,7 +249,7 @@ def make_train_step(model, cfg, optimizer=None, done=0):
 
 
 def summed_loss(logits, y, smoothing=0.0):
-    """Cross-entropy of the targets y (B,T), summed over all tokens but padding; not in bf16."""
+    """Cross-entropy of the targets y (B,T), summed over all tokens but padding, in float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
     options = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
     return F.cross_entropy(logits, y.flatten(), **options)
@@ -304,8 +305,9 @@ def beam(model, src, max_len, K, penalty=0.0):
         words = logits.topk(min(K, logits.size(1) - 1)).indices  # K of each row are enough
         words = F.pad(words, (1, 0), value=PAD)  # (BK,K+1)
         is_pad = words == PAD
-        log_p = log_p.gather(1, words).masked_fill(is_pad, 0)  # PAD costs nothing, but follows
-        log_p = log_p.masked_fill(is_pad != (left == 0).unsqueeze(1), -torch.inf)  # only the end
+        ended = (left == 0).unsqueeze(1)
+        log_p = log_p.gather(1, words).masked_fill(is_pad, 0)  # PAD costs nothing
+        log_p = log_p.masked_fill(is_pad != ended, -torch.inf)  # PAD after the end, words before
         total = (score.view(-1, 1) + log_p).view(B, -1)
         keeps_place = is_pad.view(B, -1) & total.isfinite()  # the ended hypotheses
         index = total.masked_fill(keeps_place, torch.inf).topk(K).indices  # (B,K)
@@ -393,7 +395,7 @@ def evaluate(model, pairs, vocabularies):
     loss = mean_loss(model, pairs, vocabularies)
     hypotheses = translate(model, [pair[0] for pair in pairs], vocabularies)
     alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None
-    return dict(loss=loss, ppl=math.exp(loss)) | data.scores(pairs, hypotheses, alphas)
+    return dict(loss=loss, ppl=math.exp(min(loss, 700))) | data.scores(pairs, hypotheses, alphas)
 
 
 def load(path, device="cpu", **flags):
@@ -409,8 +411,8 @@ def train(out, corpus, model, saved):
     cfg = model.cfg
     optimizer = make_optimizer(model, cfg)
     words = [vocabulary.words for vocabulary in corpus.vocabularies]
-    about = dict(script=Path(__file__).stem, config=vars(cfg), vocabularies=words)
-    about |= dict(files=corpus.files, checksum=corpus.checksum)
+    text = dict(vocabularies=words, files=corpus.files, checksum=corpus.checksum)
+    about = dict(script=Path(__file__).stem, config=vars(cfg), **text)
     log = saved.get("log", [])  # one entry per validation
     snapshots = saved.get("snapshots", [])  # the weights at the last --average validations
     done = tokens = seconds = 0
@@ -418,7 +420,7 @@ def train(out, corpus, model, saved):
         model.load_state_dict(snapshots[-1])
         optimizer.load_state_dict(saved["optimizer"])
         done, tokens, seconds = (log[-1][key] for key in ("step", "tokens", "seconds"))
-    else:  # so that the folder is taken, and --resume works before the first validation
+    else:  # marks the folder as used, and lets --resume start from step 0
         data.write(out / "last.pt", to_bytes(about))
     start = time.perf_counter() - seconds
     train_step = make_train_step(model, cfg, optimizer, done)
@@ -515,9 +517,10 @@ def main(argv=None):
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise data.InputError("--device cuda: torch finds no GPU")
+        gpu, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+        device = torch.device(args.device or ("cuda" if gpu else "cpu"))
+        if not dict(cpu=True, cuda=gpu, mps=mps)[device.type]:
+            raise data.InputError(f"--device {device}: not available on this machine")
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if WORLD_SIZE > 1:
@@ -583,7 +586,8 @@ def compile_parts(net):
 def graphed(function, device, eager_calls=0):
     """Records the kernels that function launches, once per input shape, and replays them later."""
     graphs = {}  # input shapes -> graph, its input buffers, its output
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+    pool = torch.cuda.graph_pool_handle()
     calls = itertools.count()
 
     def call(*inputs):
@@ -591,7 +595,8 @@ def graphed(function, device, eager_calls=0):
             return function(*inputs)
         shapes = tuple(x.shape for x in inputs)
         if shapes not in graphs:
-            graph, buffers = torch.cuda.CUDAGraph(), [x.clone() for x in inputs]
+            graph = torch.cuda.CUDAGraph()
+            buffers = [x.clone() for x in inputs]
             torch.cuda.synchronize(device)
             if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
                 torch.cuda.empty_cache()  # recordings cannot reuse memory cached by other code

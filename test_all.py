@@ -46,7 +46,7 @@ SCRIPTS = dict(
     luong=dict(emb=6, hidden=5, layers=2, window=2),
     transformer=dict(d_model=8, d_ff=10, heads=2, layers=2),
 )
-scripts = pytest.mark.parametrize("name", SCRIPTS)
+each_script = pytest.mark.parametrize("name", SCRIPTS)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -170,7 +170,7 @@ def test_attention_shapes(attention):
 def larger(name):
     """Return sizes with which a model can learn."""
     sizes = SCRIPTS[script(name).__name__].items()
-    return {field: 8 * n if n > 2 else n for field, n in sizes}  # not layers and heads
+    return {field: 8 * n if n > 2 else n for field, n in sizes}  # not layers, heads and window
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, LOCAL])
@@ -641,7 +641,8 @@ def test_schedule(name):
         assert module.learning_rate(default, n) == pytest.approx(want_default)
 
 
-# The shapes of what dropout is applied to, for the sizes in SCRIPTS: E = 6, H = 5, d_model = 8.
+# The shapes of what dropout is applied to; S and T are those of random_batch(1), E, H and d_model
+# (8) those of SCRIPTS.
 S, T, E, H = 13, 8, 6, 5
 DROPPED = {
     "seq2seq_lstm": [(S, E), (T, E), (T, H)],  # inputs of the LSTMs and the softmax
@@ -737,7 +738,7 @@ def test_translate(K):
         module.translate(model, "w4 w5", vocabularies)
 
 
-@scripts
+@each_script
 @pytest.mark.parametrize("K", [1, 2])
 def test_decoding_stops(name, K):
     """Decoding ends within eight steps after the last sentence has ended."""
@@ -759,7 +760,7 @@ def test_decoding_stops(name, K):
 
 
 # ---- training -----------------------------------------------------------------------------------
-@scripts
+@each_script
 @pytest.mark.parametrize("accumulate, per", [(1, "token"), (2, "sentence"), (9, "token")])
 @pytest.mark.parametrize("clip", [0, 0.1])
 def test_train_step(name, accumulate, per, clip, monkeypatch):
@@ -939,7 +940,8 @@ def folder(tmp_path_factory, tmp_path, monkeypatch):
         odd = [(["a"], ["a"] * 21), (["a"] * 21, ["a"]), ([], ["a"])]
         for side, language in enumerate(("en", "fr")):
             lines = [" ".join(pair[side]) + "\n" for pair in (*PAIRS, *odd)]
-            Path(f"train.{language}").write_text("".join(lines), encoding="utf-8")
+            text = "\ufeff" + "".join(lines)  # with a byte order mark
+            Path(f"train.{language}").write_text(text, encoding="utf-8")
             Path(f"valid.{language}.gz").write_bytes(gzip.compress("".join(lines[:3]).encode()))
         for name in (*SCRIPTS, AVERAGED):
             run(*small(name), "--out", f"runs/{name}")
@@ -1050,6 +1052,7 @@ def test_train_translate_align(name, folder):
     assert translations.split("\n")[:4] == ["", *soft["target"]]
     stdout, _ = run(*use, "--align", *TEXT[1:3])
     model, vocabularies = script(name).load("new")
+    assert "\ufeff" not in "".join(vocabularies[0].words)
     alphas = script(name).alignments(model, PAIRS, vocabularies)
     assert stdout.splitlines()[:-3] == [data.pharaoh(alpha) for alpha in alphas]
     assert run(*use, "--test", *TEXT[4:])[0].startswith(scores)
@@ -1087,7 +1090,7 @@ def test_saved_weights(folder, monkeypatch):
         assert_close(model.state_dict(), want, 1e-6)
 
 
-@scripts
+@each_script
 def test_flags(name):
     """Every field of Config is a flag, and its comment the help text."""
     text, _ = run(name, "--help")
@@ -1182,7 +1185,8 @@ def test_faults(fault, name, owner, function, number, status, message, folder):
     assert message is None or re.search(message, lines[-1])
     for path in Path("new").glob("*.pt"):
         torch.load(path)
-    run(*command, *["--resume"] * Path("new/last.pt").exists())  # else it has not begun to train
+    resume = ["--resume"] if Path("new/last.pt").exists() else []  # [] if training has not begun
+    run(*command, *resume)
     assert fingerprint("new") == fingerprint(f"runs/{name}")
 
 
@@ -1232,7 +1236,10 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     (f"--out new {VALID} train.en latin1", "latin1, line 2: not UTF-8"),
     (f"--out new {VALID} train.en short", "short: ends before line 2"),
     ("--train train.en train.fr", "--train SRC TGT and --valid SRC TGT go together"),
-    ("--out new --train long long --valid long long", "long: no pair of 1 to 100 words"),
+    (
+        "--out new --train long long --valid long long",
+        "long: no words are left with --min-count 1 and --max-len 100",
+    ),
     ("", "runs/bahdanau: holds a run; add --resume"),
     ("--resume --out nowhere", "No such file or directory: 'nowhere/last.pt'"),
     ("--translate --out nowhere", "No such file or directory: 'nowhere/model.pt'"),
@@ -1320,7 +1327,7 @@ def test_cuda_graphs(name, monkeypatch):
 
 
 @cuda
-@scripts
+@each_script
 def test_cuda_and_compile(name, folder, monkeypatch):
     """GPU training, compiled or not, matches the CPU; its models also work on the CPU."""
     # A cache of its own, so that later training does not reuse kernels for these small shapes.
@@ -1335,7 +1342,7 @@ def test_cuda_and_compile(name, folder, monkeypatch):
 
 
 @cuda
-@scripts
+@each_script
 def test_gpu_without_bf16(name, folder, monkeypatch):
     """Below compute capability 8.0, a GPU trains and decodes in float32, with CUDA graphs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))

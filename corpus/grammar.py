@@ -1,7 +1,7 @@
 """Writes the built-in corpus: a grammar generates English and French sentences together, so that
 the right alignment of every word is known (valid.links and test.links, in Pharaoh format).
 
-    python corpus/grammar.py                       writes the files in this folder again
+    python corpus/grammar.py                       rewrites the files in this folder
     python corpus/grammar.py long --max-len 60     longer sentences, in the folder long
 """
 
@@ -413,10 +413,10 @@ class Grammar:
         return date + self.word(*self.pick("year"))
 
 
-def generate(n, split, max_len=30, seed=0):
+def generate(n, split, max_len=30):
     """n triples (English, French, links) with 3 to max_len English words; short ones can recur."""
     splits = ["train"] * 8 + ["valid", "test"]  # every sentence belongs to one of them
-    grammar = Grammar(f"{seed} {split}")
+    grammar = Grammar(f"0 {split}")
     pairs = []
     while len(pairs) < n:
         length = 3 + int((max_len - 2) * grammar.random() ** 2)  # short ones are more frequent
@@ -448,11 +448,12 @@ def main():
         pairs = [EXAMPLE] if split == "test" else []
         pairs += generate(n, split, args.max_len)
         english, french, links = zip(*pairs)
-        links = [" ".join(f"{i}-{j}" for i, j in sorted(x)) for x in links]
-        for name, column in dict(en=english, fr=french, links=links).items():
-            if name != "links" or split != "train":
-                text = "".join(line + "\n" for line in column)
-                (args.out / f"{split}.{name}").write_text(text, encoding="utf-8", newline="\n")
+        columns = dict(en=english, fr=french)
+        if split != "train":
+            columns["links"] = [" ".join(f"{i}-{j}" for i, j in sorted(x)) for x in links]
+        for name, lines in columns.items():
+            text = "".join(line + "\n" for line in lines)
+            (args.out / f"{split}.{name}").write_text(text, encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -513,6 +513,7 @@ def inference_command(args, flags, device):
 
 def main(argv=None):
     """The command line."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
     torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():

@@ -244,7 +244,7 @@ class Config:
     optimizer: typing.Literal["adam", "sgd"] = "adam"  # Adam, or plain SGD as in the paper
     lr: float = 0.006          # learning rate
     warmup: int = 100          # steps of linear warm-up, before linear decay to 0 (Adam only)
-    clip: float = 1.0          # maximum gradient norm (0: no clipping)
+    clip: float = 0.3          # maximum gradient norm (0: no clipping)
     dropout: float = 0.1       # dropout rate of LSTM and softmax inputs
     smoothing: float = 0.1     # label smoothing; none in the paper
     loss_per: typing.Literal["token", "sentence"] = "token"  # what the loss is averaged over
@@ -272,9 +272,10 @@ class Config:
         """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set, dot on Europarl's."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, score="dot", input_feeding=True, dropout=0.5, init=0.08)
-        recipe = dict(lr=0.008, warmup=200, smoothing=0.2, average=10, beam=5, length_penalty=1.0)
+        recipe = dict(lr=0.008, warmup=200, clip=1.0, smoothing=0.2, average=10)
         batches = dict(batch_tokens=16384, accumulate=2, steps=2500, eval_every=100)
-        return cls(**vocabulary | sizes | recipe | batches | overrides)
+        decoding = dict(beam=5, length_penalty=1.0)
+        return cls(**vocabulary | sizes | recipe | batches | decoding | overrides)
 
     @classmethod
     def paper(cls, **overrides):

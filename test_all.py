@@ -741,7 +741,7 @@ def test_translate(K):
 @each_script
 @pytest.mark.parametrize("K", [1, 2])
 def test_decoding_stops(name, K):
-    """Decoding ends within eight steps after the last sentence has ended."""
+    """Decoding ends within eight steps after the last sentence has ended or reached its limit."""
     module, model = build(name)
     calls = count()
     step = model.step
@@ -749,12 +749,14 @@ def test_decoding_stops(name, K):
     def eos_from_second_step(y, state, memory):
         logits, state = step(y, state, memory)
         logits[:, EOS] = 1000 if next(calls) else -1000
+        logits[:K, EOS] = -1000  # never in the first sentence
         return logits, state
 
     model.step = eos_from_second_step
     src, _ = random_batch(1)
-    tokens = module.beam(model, src, 100, K)
-    assert (tokens[:, -1] == EOS).all()
+    tokens = module.beam(model, src, [8, 100, 100, 100], K)
+    assert tokens.size(1) == 8
+    assert (tokens[1:, 1] == EOS).all()
     assert not tokens.is_inference()  # so that they can be trained on
     assert next(calls) == 8
 
@@ -882,6 +884,8 @@ def test_alignment_files(tmp_path):
     cells = ElementTree.parse(tmp_path / "align.svg").iter("{http://www.w3.org/2000/svg}rect")
     shades = sorted([float(cell.get(key)) for key in ("y", "x", "opacity")] for cell in cells)
     assert np.allclose([x[2] for x in shades], 0.07 + 0.93 * alpha[:3, :2].flatten(), atol=0.01)
+    unknown = ["<unk>", "rouge", "<unk>", "<unk>"]  # the last two attend to EOS
+    assert data.replace_unknown(pair[0], unknown, alpha) == ["car", "rouge", "red", "red"]
     rows = data.heatmap(*pair, alpha).split("\n")
     assert [row.split() for row in rows[:3]] == [["r", "c"], ["e", "a"], ["d", "r"]]
     assert rows[3:6] == ["voiture ··▓▓", "  rouge ▓▓░░", "      . ░░░░"]

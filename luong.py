@@ -26,8 +26,8 @@ Deviations from the paper
 - The decoder's LSTMs have biases, as in Zaremba et al., whom the paper cites; the encoder's have
   none, as in the authors' code, so that zero padding leaves a zero state unchanged.
 - Where the paper is silent, we use beam 10, which shrinks as hypotheses end, 0 to n + 50 words for
-  n source words, and the best validation loss. The authors' code extends all K hypotheses to 0.5n
-  to 1.5n words. --replace-unk has no dictionary.
+  n source words, the best validation loss, and p_t = S for t > S in local-m. The authors' code also
+  clamps p_t, but extends all K hypotheses to 0.5n to 1.5n words. --replace-unk has no dictionary.
 - Single models only: BLEU 23.0 is an ensemble's. --steps is 12 epochs, or 10 without dropout. CUDA:
   bf16. Without --paper: smaller, Adam, label smoothing, global; input feeding only with --medium.
 """

@@ -58,7 +58,7 @@ def look(script, model, scenes):
     """Per scene: the weights of the model's own caption, and the caption."""
     tokens, s = script.greedy(model, script.to_tensors(scenes)[0])
     captions = [script.VOCABULARY.decode(row) for row in tokens.tolist()]
-    weights = [as_text(rows[: len(words)].numpy()) for rows, words in zip(s, captions)]
+    weights = [as_text(rows[: len(words)].cpu().numpy()) for rows, words in zip(s, captions)]
     return weights, [" ".join(words) for words in captions]
 
 

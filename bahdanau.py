@@ -21,8 +21,8 @@ Deviations from the paper
   word. We follow the code. Our f first reads <s> and an empty context; GroundHog uses s_0 as it is.
 - The encoder is torch's fused GRU, because the paper's cell is 1.6 times slower on a GPU; torch
   computes r * (U h) instead of U (r * h). It has no biases, so that zero padding leaves a zero
-  state unchanged; in GroundHog, the candidate state has a bias, but the gates have none. The
-  decoder's cell is the paper's, with biases.
+  state unchanged; in GroundHog, the candidate state and the embeddings have biases, the gates
+  have none. The decoder's cell is the paper's, with biases.
 - Batches hold pairs of similar length from the whole corpus, reshuffled every epoch; the paper
   sorts 1,600 pairs at a time. On CUDA, bf16 is used for speed. Where the paper is silent, we use
   beam 10, the weights with the best validation loss, and 0 to n + 50 words for n source words.

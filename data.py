@@ -328,15 +328,17 @@ def parse_args(Config, description, argv=None):
     mode = parser.add_mutually_exclusive_group()
     preset = parser.add_mutually_exclusive_group()
     mode.add_argument("--train", **pair, help="train on your own text [built-in corpus]")
-    mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT [LINKS]")
+    mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT [LINKS]: BLEU, AER")
     mode.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
-    mode.add_argument("--translate", action="store_true", help="translate stdin to stdout")
+    mode.add_argument("--translate", action="store_true", help="stdin to stdout, or a prompt")
     parser.add_argument("--valid", **pair, help="validation text, needed with --train")
     parser.add_argument(
         "--out", type=Path, default=Path("runs", script), help="run folder [%(default)s]"
     )
     parser.add_argument("--resume", action="store_true", help="continue the training in --out")
-    preset.add_argument("--medium", action="store_true", help="for real text, on a GPU")
+    preset.add_argument(
+        "--medium", action="store_true", help="for 10,000 to 300,000 pairs, on a GPU"
+    )
     preset.add_argument("--paper", action="store_true", help="the paper's sizes and recipe")
     devices = dict(choices=["cpu", "cuda", "mps"])
     parser.add_argument("--device", **devices, help="[cuda if there is a GPU, else cpu]")
@@ -349,9 +351,8 @@ def parse_args(Config, description, argv=None):
         elif typing.get_origin(field.type) is typing.Literal:
             kind = dict(choices=typing.get_args(field.type))
         values = {name: getattr(cfg, field.name) for name, cfg in presets.items()}
-        shown = f"{field.default}"
-        if set(values.values()) != {field.default}:
-            shown += "".join(f", {name}: {value}" for name, value in values.items())
+        changed = [f", {name}: {x}" for name, x in values.items() if x != field.default]
+        shown = f"{field.default}{''.join(changed)}"
         text = f"{comments.get(field.name, '')} [{shown}]"
         options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%")) | kind
         parser.add_argument("--" + field.name.replace("_", "-"), **options)

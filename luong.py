@@ -230,7 +230,7 @@ class Config:
     tgt_vocab: int = 30000     # target vocabulary size
     share_vocab: bool = False  # one vocabulary of --src-vocab words for both languages
     min_count: int = 1         # words that occur fewer than N times become <unk>
-    max_len: int = 100         # skip longer sentences
+    max_len: int = 100         # skip training pairs with longer sentences
     # model
     emb: int = 128             # embedding size
     hidden: int = 128          # LSTM units per layer

@@ -884,6 +884,9 @@ def test_alignment_files(tmp_path):
     cells = ElementTree.parse(tmp_path / "align.svg").iter("{http://www.w3.org/2000/svg}rect")
     shades = sorted([float(cell.get(key)) for key in ("y", "x", "opacity")] for cell in cells)
     assert np.allclose([x[2] for x in shades], 0.07 + 0.93 * alpha[:3, :2].flatten(), atol=0.01)
+    with mock.patch.object(data, "RANK", 1):  # only the first process writes
+        data.write(tmp_path / "other", b"")
+    assert not (tmp_path / "other").exists()
     unknown = ["<unk>", "rouge", "<unk>", "<unk>"]  # the last two attend to EOS
     assert data.replace_unknown(pair[0], unknown, alpha) == ["car", "rouge", "red", "red"]
     rows = data.heatmap(*pair, alpha).split("\n")
@@ -1114,6 +1117,8 @@ def test_output(folder, monkeypatch):
     first, _, empty, *rest = stdout.split("\n")
     assert (first, empty, len(rest)) == (want[1], "", 2)
     assert warning.startswith("3 unknown words: ")
+    _, (warning,) = run("bahdanau", "--test", *reversed(TEXT[4:]))  # swapped files
+    assert "unknown words" in warning
     monkeypatch.setattr(os, "isatty", lambda _: True)
     stdout, _ = run("bahdanau", "--translate", stdin=b"he x\nhe")
     assert stdout.count("from 0.05 ·") == 2
@@ -1218,6 +1223,15 @@ def test_checkpoints(folder):
     assert not Path("owned").exists()
 
 
+def test_random_numbers(folder, monkeypatch):
+    """Every step has its own random numbers, which do not depend on the steps before."""
+    seeds = []
+    real = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or real(seed))
+    run(*small(), "--out", "new")
+    assert len(set(seeds)) == len(seeds) == 9  # eight steps, and initialization
+
+
 def test_torchrun_matches_one_process(folder):
     """A run resumed with two processes ends like a run with one process, up to rounding."""
     command = [*small(), "--dropout", 0, "--batch-tokens", 40, "--out"]  # some batches are one pair
@@ -1252,7 +1266,9 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     ("--resume --paper", "started with --max-len 20, not 50"),
     (f"--resume --steps 9 {SWAPPED}", "the text has changed"),
     ("--test train.en train.fr train.en", "train.en, line 1: expected links such as 0-0 1-2"),
+    ("--test train.en train.fr train.en train.fr", "--test takes SRC TGT, or SRC TGT LINKS"),
     ("--medium --paper", "not allowed with argument"),
+    ("--dropout 1", "--dropout 1.0: must be in [0, 1)"),
     ("--beem 3", "unrecognized arguments: --beem 3"),
     ("--beam 0", "--beam 0: must be in [1, inf)"),
     ("--lr nan", "--lr nan: must be in [0, inf)"),

@@ -228,7 +228,7 @@ class Config:
     tgt_vocab: int = 30000     # target vocabulary size
     share_vocab: bool = False  # one vocabulary of --src-vocab words, one embedding matrix (3.4)
     min_count: int = 1         # words that occur fewer than N times become <unk>
-    max_len: int = 100         # skip longer sentences
+    max_len: int = 100         # skip training pairs with longer sentences
     # model
     d_model: int = 96          # size of the embeddings and of every layer's output
     d_ff: int = 256            # hidden size of the feed-forward network

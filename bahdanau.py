@@ -197,7 +197,7 @@ class Config:
     optimizer: typing.Literal["adam", "adadelta"] = "adam"  # Adam, or the paper's Adadelta
     lr: float = 0.009          # learning rate
     warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
-    clip: float = 1.0          # maximum gradient norm (0: no clipping)
+    clip: float = 0.3          # maximum gradient norm (0: no clipping)
     dropout: float = 0.1       # dropout rate of embeddings and annotations; none in the paper
     dropout_out: float = 0.0   # dropout rate of the maxout layer; none in the paper
     smoothing: float = 0.1     # label smoothing; none in the paper
@@ -224,7 +224,7 @@ class Config:
         """For 10,000 to 300,000 sentence pairs; chosen on the validation set of Multi30k."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, attn=256, maxout=256, dropout=0.5, dropout_out=0.5)
-        recipe = dict(lr=0.006, warmup=200, average=10, beam=5, length_penalty=1.0)
+        recipe = dict(lr=0.006, warmup=200, clip=1.0, average=10, beam=5, length_penalty=1.0)
         batches = dict(batch_tokens=16384, accumulate=2, steps=3000, eval_every=100)
         return cls(**vocabulary | sizes | recipe | batches | overrides)
 
@@ -235,7 +235,8 @@ class Config:
         init = dict(init=0.01, init_attn=0.001)
         recipe = dict(optimizer="adadelta", lr=1.0, smoothing=0.0, loss_per="sentence", beam=10)
         batches = dict(batch_sentences=80, batch_tokens=10000, max_len=50, eval_every=2000)
-        return cls(**sizes | init | recipe | batches | dict(steps=288000, compile=True) | overrides)
+        schedule = dict(clip=1.0, steps=288000, compile=True)
+        return cls(**sizes | init | recipe | batches | schedule | overrides)
 
 
 def make_optimizer(model, cfg):

@@ -543,8 +543,7 @@ def main(argv=None):
 @torch.no_grad()
 def bf16_copy(model):
     """On CUDA, a bf16 copy of the model with its current weights and mode; elsewhere the model."""
-    # Not torch.autocast, whose many casts take time: on an H200, it trains at 0.85 to 1.0 times the
-    # speed of this copy, and decodes greedily at 0.5 to 0.7 times.
+    # Not torch.autocast, whose many casts take time, above all in decoding.
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return model  # older GPUs have no bf16 arithmetic
@@ -576,9 +575,9 @@ def compile_parts(net):
     from torch.fx.experimental import _config as shapes
 
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # nothing a user can change
-    shapes.use_duck_shape = False  # no recompilation when S = T: 4% faster on an H200
+    shapes.use_duck_shape = False  # so that the first batch with S = T does not recompile
     if hasattr(triton, "mix_order_reduction"):  # not in torch 2.6
-        triton.mix_order_reduction = False  # faster LayerNorm: 10% on an H200
+        triton.mix_order_reduction = False  # faster LayerNorm on an H200
     for part in net.modules():
         if isinstance(part, COMPILED):
             part.compile(dynamic=True)  # one compilation for all shapes

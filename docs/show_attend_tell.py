@@ -97,7 +97,7 @@ class Encoder(nn.Module):
         layers = []
         for channels, out, *window in convolutions:  # window: kernel size, stride, padding
             layers += [nn.Conv2d(channels, out, *window), nn.BatchNorm2d(out), nn.ReLU()]
-        self.cnn = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # 3% faster
+        self.cnn = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # faster on a CPU
 
     def forward(self, images):  # (B,3,48,48), uint8
         a = self.cnn(images / 85 - 1).permute(0, 2, 3, 1)  # (B,8,8,D-2)

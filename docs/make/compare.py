@@ -202,6 +202,25 @@ def compare_decoding(V=32000, S=32, T=64):
             print(f"    {name:32} {line}", flush=True)
 
 
+OUTPUT = {transformer: "E_y", bahdanau: "W_o", luong: "W_s", seq2seq_lstm: "W"}  # output layers
+
+
+def our_decoding(S=32, T=64):
+    """Prints the milliseconds of greedy and beam search in all four scripts."""
+    print(f"\nOurs at the papers' sizes, V = 30,000, S = {S}, {T} words, milliseconds per batch")
+    for script, name in OUTPUT.items():
+        model = script.Model(script.Config.paper(src_vocab=30000, tgt_vocab=30000)).cuda()
+        nn.init.zeros_(getattr(model, name).weight[EOS].detach())
+        for K in (1, 5):
+            times = []
+            for B in (1, 64, 512):
+                src, _ = random_batch(B, S, 1, 30000)
+                call = lambda src=src: script.beam(model, src, T, K, 0.6)  # noqa: E731, B023
+                times.append(milliseconds(call, 5, 2))
+            line = ", ".join(f"{time:.0f}" for time in times)
+            print(f"    {script.__name__:32} K = {K}, B = 1, 64, 512: {line}", flush=True)
+
+
 def main():
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
@@ -253,6 +272,7 @@ def main():
     gc.collect()
     torch.cuda.empty_cache()
     compare_decoding()
+    our_decoding()
 
 
 if __name__ == "__main__":

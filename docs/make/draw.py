@@ -33,8 +33,8 @@ you cannot see them .
 vous ne pouvez pas les voir .
 the decision that this king accepted was very important .
 la décision que ce roi a acceptée était très importante .
-a boy never forgets the small black hat with the nurses .
-un garçon n' oublie jamais le petit chapeau noir avec les infirmières .
+we never loved the poor strange friends and her friend arrives .
+nous n' avons jamais aimé les pauvres amis étranges et son ami arrive .
 my girl 's house was empty .
 la maison de ma fille était vide .
 a girl has sung near the park .

@@ -15,6 +15,7 @@ arXiv 1409.0473
 
     python bahdanau.py                         built-in corpus: BLEU 97, AER 0.05, 2 min on 2 cores
     python bahdanau.py --medium --train train.en train.fr --valid valid.en valid.fr --out runs/fr
+
 Deviations from the paper
 - The paper prints s_i = f(s_{i-1}, y_{i-1}, c_i), so that s_{i-1} has not read y_{i-1}. In the
   authors' code (GroundHog), f reads y_i: the state that attends and predicts has read the previous
@@ -27,7 +28,7 @@ Deviations from the paper
   sorts 1,600 pairs at a time. On CUDA, bf16 is used for speed. Where the paper is silent, we use
   beam 10, the weights with the best validation loss, and 0 to n + 50 words for n source words.
   GroundHog allows n/2 to 3n words, and factorizes W_o through 620 units.
-- Without --paper: smaller, Adam, label smoothing, dropout. The default trains in 2 minutes.
+- Without --paper: smaller, Adam, label smoothing, dropout.
 """
 
 import copy
@@ -52,7 +53,7 @@ from data import BOS, EOS, PAD, RANK, WORLD_SIZE
 
 # x source, y target, h annotations, s decoder state, alpha attention weights, c context; o is the
 # elementwise product. Shapes: B batch, S and T source and target length with EOS, E embedding,
-# H hidden, A alignment units, V vocabulary. In a mask, True = masked.
+# H hidden, A alignment and l maxout units, V vocabulary. In a mask, True = masked.
 
 
 class AdditiveAttention(nn.Module):
@@ -146,13 +147,13 @@ class RNNsearch(nn.Module):
         return tuple(x[rows] for x in state)
 
     def output(self, s, y, c):  # s_{i-1}, E y_{i-1}, c_i
-        t_tilde = self.U_o(s) + self.V_o(y) + self.C_o(c)  # A.2.2   (..,2l)
-        t = t_tilde.unflatten(-1, (-1, 2)).amax(-1)  # maxout over pairs   (..,l)
+        t_tilde = self.U_o(s) + self.V_o(y) + self.C_o(c)  # A.2.2   (B,T,2l)
+        t = t_tilde.unflatten(-1, (-1, 2)).amax(-1)  # maxout over pairs   (B,T,l)
         return self.W_o(self.drop_out(t))
 
     def advance(self, W_y, state, memory):  # W_y (B,1,3H) -> next state, alpha_i (B,1,S)
         h, keys, mask = memory
-        s = self.cell(W_y, *state)  # s_{i-1}, which has read y_{i-1} and c_{i-1}
+        s = self.cell(W_y, *state)  # s_{i-1}: has read y_{i-1} and c_{i-1}, first <s> and 0
         c, alpha = self.attention(s, h, mask, keys)  # c_i
         return (s, c), alpha
 
@@ -166,7 +167,7 @@ class RNNsearch(nn.Module):
         state = self.init_state(memory)
         y = self.drop(self.E_y(tgt_in))  # (B,T,E)
         steps = []
-        for W_y in self.cell.W(y).split(1, 1):  # W_y is one product for all steps
+        for W_y in self.cell.W(y).split(1, 1):  # one product for all steps
             state, alpha = self.advance(W_y, state, memory)
             steps.append((*state, alpha))
         s, c, alpha = (torch.cat(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,2H), (B,T,S)
@@ -233,10 +234,10 @@ class Config:
         """Section 4.2, A.2.3, appendix B, and the updates of RNNsearch-50 in table 2."""
         sizes = dict(emb=620, hidden=1000, attn=1000, maxout=500, dropout=0.0)
         init = dict(init=0.01, init_attn=0.001)
-        recipe = dict(optimizer="adadelta", lr=1.0, smoothing=0.0, loss_per="sentence", beam=10)
-        batches = dict(batch_sentences=80, batch_tokens=10000, max_len=50, eval_every=2000)
-        schedule = dict(clip=1.0, steps=288000, compile=True)
-        return cls(**sizes | init | recipe | batches | schedule | overrides)
+        recipe = dict(optimizer="adadelta", lr=1.0, smoothing=0.0, loss_per="sentence", clip=1.0)
+        batches = dict(batch_sentences=80, batch_tokens=10000, max_len=50)
+        rest = dict(steps=288000, eval_every=2000, compile=True, beam=10)
+        return cls(**sizes | init | recipe | batches | rest | overrides)
 
 
 def make_optimizer(model, cfg):
@@ -260,12 +261,12 @@ COMPILED = (AdditiveAttention, GatedUnit)  # what --compile compiles, besides th
 
 
 def make_train_step(model, cfg, optimizer=None, done=0):
-    """Returns train_step(src, tgt), which does one update and returns the smoothed token loss."""
+    """Returns train_step(src, tgt), which makes one update and returns the loss per token."""
     optimizer = optimizer or make_optimizer(model, cfg)
     weights = list(model.parameters())
     device = weights[0].device
     on_gpu = device.type == "cuda"
-    net = bf16_copy(model)  # on CUDA; created here, so that no CUDA graph repeats its creation
+    net = bf16_copy(model)  # created here, so that no CUDA graph records its creation
     criterion = compile_parts(net) if on_gpu and cfg.compile else summed_loss
     updates = itertools.count(done + 1)
     for p in weights:
@@ -343,7 +344,8 @@ def greedy(model, src, max_len):
 
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search; ranks by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
+    """Beam search by log p. An ended hypothesis keeps its place, so that the beam shrinks; the K
+    results are ranked by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
         return greedy(model, src, max_len)
     net = bf16_copy(model.eval())
@@ -359,7 +361,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         logits, state = net.step(y, state, memory)
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
-        words = logits.topk(min(K, logits.size(1) - 1)).indices  # K of each row are enough
+        words = logits.topk(min(K, logits.size(1) - 1)).indices  # no row contributes more
         words = F.pad(words, (1, 0), value=PAD)  # (BK,K+1)
         is_pad = words == PAD
         ended = (left == 0).unsqueeze(1)
@@ -369,7 +371,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         keeps_place = is_pad.view(B, -1) & total.isfinite()  # the ended hypotheses
         index = total.masked_fill(keeps_place, torch.inf).topk(K).indices  # (B,K)
         score = total.gather(1, index)
-        rows = (first_row + index // words.size(1)).flatten()  # of the hypotheses extended
+        rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
         y = words.view(B, -1).gather(1, index).flatten()
         left = (left[rows] - 1).clamp(min=0).masked_fill(y == EOS, 0)
         return y, left, rows, score, *net.reorder(state, rows)

@@ -169,7 +169,7 @@ class Bitext:
         """Batches of row numbers that cover each row once, longest first."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        max_rows = max_tokens // 32  # 16 + 16 tokens, as a short source can get a long translation
+        max_rows = max_tokens // 32  # room for 16 + 16 tokens, because translations can be long
         cuts = batch_boundaries(longest[order], max_tokens, max_rows)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
@@ -262,7 +262,9 @@ def pharaoh(alpha):  # the format of fast_align and Marian: i-j, source index fi
 
 def replace_unknown(source, target, alpha):
     """The target with each <unk> replaced by the source word it attends to most."""
-    best = alpha[:, : max(len(source), 1)].argmax(-1)  # not EOS, unless there is nothing else
+    if not source:
+        return target
+    best = alpha[:, : len(source)].argmax(-1)  # not EOS
     return [source[i] if word == "<unk>" else word for i, word in zip(best, target)]
 
 
@@ -404,7 +406,7 @@ class Corpus:
     def __init__(self, cfg, train, valid, saved):
         self.files = (train, valid) if train else saved.get("files")  # None: the built-in corpus
         train, valid = self.files or (built_in("train"), built_in("valid"))
-        self.valid = list(read_pairs(*valid[:2]))  # without gold links, which only tests use
+        self.valid = list(read_pairs(*valid[:2]))  # without links, which only the test set needs
         self.test = self.valid if self.files else list(read_pairs(*built_in("test")))
         self.test_name = "validation set" if self.files else "test set"
 
@@ -435,7 +437,7 @@ class Corpus:
         unknown = max((side == UNK).sum() / (side > EOS).sum() for side in self.train.tokens)
         sizes = " and ".join(f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
         pairs = f"{len(self.train):,} pairs ({self.skipped:,} skipped)"
-        return f"{pairs}, {sizes} words, at most {unknown:.1%} of words unknown"
+        return f"{pairs}, vocabularies of {sizes}, at most {unknown:.1%} of words unknown"
 
 
 def read_stdin(vocabulary):

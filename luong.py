@@ -3,7 +3,8 @@
 # dependencies = ["torch>=2.6", "numpy", "tqdm"]
 # ///
 """Luong attention: global or local attention after the recurrent step, with simpler scores.
-Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 1508.04025
+Luong, Pham, Manning 2015, Effective Approaches to Attention-based Neural Machine Translation,
+arXiv 1508.04025
 
     h_t = LSTM([y_{t-1} ; h~_{t-1}], h_{t-1})  top decoder layer; h~ only with input feeding    3.3
     score(h_t, hbar_s) = h_t^T W_a hbar_s      general; dot: no W_a; concat: a tanh layer       3.1
@@ -16,10 +17,12 @@ Luong, Pham, Manning 2015, Effective Approaches to Attention-based NMT, arXiv 15
 
     python luong.py                            built-in corpus: BLEU 97, AER 0.03, 2 min on 2 cores
     python luong.py --medium --train train.en train.fr --valid valid.en valid.fr --out runs/fr
+
 Deviations from the paper
 - s counts from 1 to S in sentence order, EOS included; the authors' code leaves EOS out. p_t is a
-  real number, so a local-p window covers 2D words, not 2D + 1. The location score needs global
-  attention; it is masked before the softmax; the paper cuts its weights afterwards (footnote 6).
+  real number, so a local-p window covers 2D words, not 2D + 1. The location score works only with
+  global attention. Its scores beyond the sentence are masked before the softmax; the paper cuts the
+  weights after it (footnote 6).
 - The model's alpha is a_t scaled to sum to 1, for the predicted word y_t. The authors read a_t as
   the alignment of the input word y_{t-1}, except with the location score (footnote 14). concat
   learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
@@ -27,9 +30,11 @@ Deviations from the paper
   none, as in the authors' code, so that zero padding leaves a zero state unchanged.
 - Where the paper is silent, we use beam 10, which shrinks as hypotheses end, 0 to n + 50 words for
   n source words, the best validation loss, and p_t = S for t > S in local-m. The authors' code also
-  clamps p_t, but extends all K hypotheses to 0.5n to 1.5n words. --replace-unk has no dictionary.
-- Single models only: BLEU 23.0 is an ensemble's. --steps is 12 epochs, or 10 without dropout. CUDA:
-  bf16. Without --paper: smaller, Adam, label smoothing, global; input feeding only with --medium.
+  clamps p_t, but its beam does not shrink, and it allows 0.5n to 1.5n words. --replace-unk has no
+  dictionary. Single models only: BLEU 23.0 is an ensemble's. On CUDA, bf16 is used for speed.
+- With --paper, --steps is 12 epochs of 4.5 million pairs; without dropout, the paper has 10.
+- Without --paper: smaller, one layer, Adam, label smoothing, global attention; --medium has input
+  feeding and the dot score.
 """
 
 import copy
@@ -312,12 +317,12 @@ COMPILED = (LuongAttention,)  # what --compile compiles, besides the loss
 
 
 def make_train_step(model, cfg, optimizer=None, done=0):
-    """Returns train_step(src, tgt), which does one update and returns the smoothed token loss."""
+    """Returns train_step(src, tgt), which makes one update and returns the loss per token."""
     optimizer = optimizer or make_optimizer(model, cfg)
     weights = list(model.parameters())
     device = weights[0].device
     on_gpu = device.type == "cuda"
-    net = bf16_copy(model)  # on CUDA; created here, so that no CUDA graph repeats its creation
+    net = bf16_copy(model)  # created here, so that no CUDA graph records its creation
     criterion = compile_parts(net) if on_gpu and cfg.compile else summed_loss
     updates = itertools.count(done + 1)
     for p in weights:
@@ -395,7 +400,8 @@ def greedy(model, src, max_len):
 
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search; ranks by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
+    """Beam search by log p. An ended hypothesis keeps its place, so that the beam shrinks; the K
+    results are ranked by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
         return greedy(model, src, max_len)
     net = bf16_copy(model.eval())
@@ -411,7 +417,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         logits, state = net.step(y, state, memory)
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
-        words = logits.topk(min(K, logits.size(1) - 1)).indices  # K of each row are enough
+        words = logits.topk(min(K, logits.size(1) - 1)).indices  # no row contributes more
         words = F.pad(words, (1, 0), value=PAD)  # (BK,K+1)
         is_pad = words == PAD
         ended = (left == 0).unsqueeze(1)
@@ -421,7 +427,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         keeps_place = is_pad.view(B, -1) & total.isfinite()  # the ended hypotheses
         index = total.masked_fill(keeps_place, torch.inf).topk(K).indices  # (B,K)
         score = total.gather(1, index)
-        rows = (first_row + index // words.size(1)).flatten()  # of the hypotheses extended
+        rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
         y = words.view(B, -1).gather(1, index).flatten()
         left = (left[rows] - 1).clamp(min=0).masked_fill(y == EOS, 0)
         return y, left, rows, score, *net.reorder(state, rows)

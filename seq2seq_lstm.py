@@ -15,6 +15,7 @@ Sutskever, Vinyals, Le 2014, Sequence to Sequence Learning with Neural Networks,
 
 This model has no attention and therefore no alignment. The script draws gradient saliency instead:
     alpha_ij = |x_j . d log p(y_i) / d x_j|    x_j: source embedding; normalized over j
+
 Deviations from the paper
 - The LSTMs are torch's. The encoder has no biases, so that zero padding leaves a zero state
   unchanged. The paper gives no equations for its LSTM and cites Graves, whose LSTM has biases and
@@ -91,7 +92,7 @@ class Seq2Seq(nn.Module):
 
     def forward(self, src, tgt_in, need_alpha=False):
         h, _ = self.decoder(self.drop(self.E_y(tgt_in)), self.encode(src))
-        logits = self.W(self.drop(h))  # before the softmax of eq. (1)   (B,T,V)
+        logits = self.W(self.drop(h))  # of p(y_t | v, y_<t) in eq. (1)   (B,T,V)
         return (logits, self.saliency(src, tgt_in)) if need_alpha else logits
 
     @torch.enable_grad()
@@ -204,12 +205,12 @@ COMPILED = ()  # --compile compiles only the loss, because cuDNN already fuses t
 
 
 def make_train_step(model, cfg, optimizer=None, done=0):
-    """Returns train_step(src, tgt), which does one update and returns the smoothed token loss."""
+    """Returns train_step(src, tgt), which makes one update and returns the loss per token."""
     optimizer = optimizer or make_optimizer(model, cfg)
     weights = list(model.parameters())
     device = weights[0].device
     on_gpu = device.type == "cuda"
-    net = bf16_copy(model)  # on CUDA; created here, so that no CUDA graph repeats its creation
+    net = bf16_copy(model)  # created here, so that no CUDA graph records its creation
     criterion = compile_parts(net) if on_gpu and cfg.compile else summed_loss
     updates = itertools.count(done + 1)
     for p in weights:
@@ -287,7 +288,8 @@ def greedy(model, src, max_len):
 
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search; ranks by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
+    """Beam search by log p. An ended hypothesis keeps its place, so that the beam shrinks; the K
+    results are ranked by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
         return greedy(model, src, max_len)
     net = bf16_copy(model.eval())
@@ -303,7 +305,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         logits, state = net.step(y, state, memory)
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
-        words = logits.topk(min(K, logits.size(1) - 1)).indices  # K of each row are enough
+        words = logits.topk(min(K, logits.size(1) - 1)).indices  # no row contributes more
         words = F.pad(words, (1, 0), value=PAD)  # (BK,K+1)
         is_pad = words == PAD
         ended = (left == 0).unsqueeze(1)
@@ -313,7 +315,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         keeps_place = is_pad.view(B, -1) & total.isfinite()  # the ended hypotheses
         index = total.masked_fill(keeps_place, torch.inf).topk(K).indices  # (B,K)
         score = total.gather(1, index)
-        rows = (first_row + index // words.size(1)).flatten()  # of the hypotheses extended
+        rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
         y = words.view(B, -1).gather(1, index).flatten()
         left = (left[rows] - 1).clamp(min=0).masked_fill(y == EOS, 0)
         return y, left, rows, score, *net.reorder(state, rows)

@@ -2,8 +2,8 @@
 Xu et al. 2015, Show, Attend and Tell: Neural Image Caption Generation with Visual Attention,
 arXiv 1502.03044
 
-This is an example of copying an attention class into another model: f_att is AdditiveAttention from
-bahdanau.py, unchanged. This script imports the class; in your own project, copy it.
+An example of using an attention class in another model: f_att is AdditiveAttention from
+bahdanau.py, unchanged (imported here; in your own project, copy it).
 
     alpha_ti = softmax_i(f_att(a_i, h_{t-1}))   weights, AdditiveAttention                 (4), (5)
     z_t = beta_t sum_i alpha_ti a_i          soft: weighted mean of annotations, gated  (13), 4.2.1
@@ -28,8 +28,10 @@ Deviations from the paper
   196 locations. We tuned lambda_r and lambda_e on our images.
 - Hard attention takes the most probable location at test time, so that captions are reproducible.
   beta_t gates only soft attention, as in the paper; the authors' code gates hard attention, too.
-- To train in 3 minutes: smaller, one-layer f_init, no dropout or early stopping, mixed caption
-  lengths, s_t = alpha_t for half of each batch (not per image), warm-up, clipping, greedy decoding.
+- With hard attention, the first half of every batch has s_t = alpha_t; the paper decides this with
+  probability 0.5 for every image.
+- To train in 3 minutes: smaller, one-layer f_init, no dropout or early stopping, batches that mix
+  caption lengths, warm-up, clipping, greedy decoding.
 """
 
 import argparse
@@ -49,7 +51,7 @@ import torch
 import torch.nn as nn
 from tqdm import trange
 
-# In your own project, copy AdditiveAttention; here it is imported from the folder above.
+# bahdanau.py and data.py are in the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data  # noqa: E402
@@ -225,7 +227,8 @@ def greedy(model, images, max_len=18):  # the longest captions have 18 words wit
 
 @torch.inference_mode()
 def evaluate(model, scenes):
-    """Exact match and BLEU of greedy captions; for gold captions, pointing and its chance level."""
+    """Exact match and BLEU of greedy captions. With gold captions, pointing: the share of the
+    attention that is on the object named by a color or shape; chance: that object's area."""
     images, tgt = to_tensors(scenes)
     hypotheses = [VOCABULARY.decode(row) for row in greedy(model, images)[0].tolist()]
     references = [scene.words for scene in scenes]
@@ -355,8 +358,6 @@ def main():
     cfg = Config(**vars(parser.parse_args()))
     with data.one_line_errors():
         data.check(cfg)
-        if cfg.features < 3:
-            raise data.InputError(f"--features {cfg.features}: must be at least 3")
     valid = make_scenes(500, "valid")
     for step, (model, loss) in enumerate(train(cfg), 1):
         if step % cfg.eval_every == 0:

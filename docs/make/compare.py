@@ -8,7 +8,7 @@ and decode in bf16, with the optimizer of their papers. Gradients are clipped wh
 the Transformers. Compiled means torch.compile of the model and its loss, in the default mode and
 with CUDA graphs (mode="reduce-overhead"). cuDNN's recurrent networks are not compiled, because
 torch.compile does not fuse them. Hugging Face's Marian is included if transformers is installed.
-Takes about five minutes, and needs an otherwise idle machine.
+Takes about six minutes, and needs an otherwise idle machine.
 """
 
 import gc

@@ -49,13 +49,14 @@ COLORS = {  # visible on light and dark backgrounds
     "bahdanau": "#2f7fd6",
     "luong": "#d68a00",
     "transformer": "#1f9d6b",
-    "seq2seq_lstm-large": "#d9483b",  # more units and, on Europarl, more layers
-    "luong-paper": "#8e5bd0",  # local-p and input feeding
+    "seq2seq_lstm-large": "#d9483b",
+    "luong-feeding": "#8e5bd0",
 }
 LABELS = {
-    "seq2seq_lstm-large": "seq2seq_lstm.py, larger",
-    "luong-paper": "luong.py, the paper's: local-p, input feeding",
+    "seq2seq_lstm-large": "seq2seq_lstm.py, 1,000 units",
+    "luong-feeding": "luong.py --input-feeding",
 }
+LENGTHS = ("1-10", "11-20", "21-30", "31-40", "41-50", "51-60")
 STYLE = "text{fill:#6e7781}.grid{stroke:#8886}.cell{fill:#2f7fd6}"
 FONT = 'font-family="sans-serif" font-size="13"'
 BOLD = 'font-weight="bold"'
@@ -84,10 +85,9 @@ class Panel:
     def __init__(self, left, title, runs, top):
         self.left = left
         self.top = top
-        self.names = list(next(iter(runs.values()))[0])  # 1-10, 11-20, ...
         self.parts = [text(left, 24, title, BOLD), *self.grid()]
         for script, seeds in runs.items():
-            table = np.array([[seed[name] for name in self.names] for seed in seeds])
+            table = np.array([[seed[name] for name in LENGTHS] for seed in seeds])
             self.parts += self.curve(script, table)
 
     def x(self, k):
@@ -97,14 +97,14 @@ class Panel:
         return 290 - 240 * bleu / self.top
 
     def grid(self):
-        last = len(self.names) - 1
+        last = len(LENGTHS) - 1
         parts = []
         for bleu in range(0, self.top + 1, self.top // 5):
             y = self.y(bleu)
             ends = f'x1="{self.left}" x2="{self.x(last) + 20}" y1="{y:.0f}" y2="{y:.0f}"'
             parts.append(f'<line class="grid" {ends}/>')
             parts.append(text(self.left - 6, y + 4, str(bleu), TO_THE_LEFT))
-        for k, name in enumerate(self.names):
+        for k, name in enumerate(LENGTHS):
             parts.append(text(self.x(k), 310, name, CENTERED))
         parts.append(text(self.x(last / 2), 330, "words in the source sentence", CENTERED))
         return parts
@@ -115,9 +115,8 @@ class Panel:
     def curve(self, script, table):  # table: a row per seed, a column per length
         color = COLORS[script]
         parts = []
-        if len(table) > 1:
-            band = self.points(table.min(0)) + self.points(table.max(0))[::-1]
-            parts.append(f'<polygon points="{" ".join(band)}" fill="{color}" opacity="0.2"/>')
+        band = self.points(table.min(0)) + self.points(table.max(0))[::-1]
+        parts.append(f'<polygon points="{" ".join(band)}" fill="{color}" opacity="0.2"/>')
         mean = self.points(table.mean(0))
         stroke = f'fill="none" stroke="{color}" stroke-width="2.5"{dashes(script)}'
         parts.append(f'<polyline points="{" ".join(mean)}" {stroke}/>')
@@ -128,30 +127,30 @@ class Panel:
 
 
 def curve_of(run):
-    """The key in COLORS of the curve that a run belongs to."""
+    """The key in COLORS of the curve that a run belongs to, or None."""
     script, flags = run["script"].removesuffix(".py"), run["flags"]
+    if "--attention local-p" in flags:
+        return None
     if "--hidden 1000" in flags:
         return f"{script}-large"
-    if "--attention local-p --input-feeding" in flags:
-        return f"{script}-paper"
     return f"{script}-feeding" if "--input-feeding" in flags else script
 
 
 def by_length(name):
     """{curve: [BLEU by length of each seed]} of an experiment."""
-    runs = [json.loads(line) for line in (DOCS / "runs" / name).read_text().splitlines()]
-    curves = {curve: [] for curve in COLORS}  # luong-feeding is not drawn
-    for run in runs:
-        curves.get(curve_of(run), []).append(run["result"]["bleu_by_length"])
-    return curves
+    curves = {}
+    for line in (DOCS / "runs" / name).read_text().splitlines():
+        run = json.loads(line)
+        curves.setdefault(curve_of(run), []).append(run["result"]["bleu_by_length"])
+    return {curve: curves[curve] for curve in COLORS if curve in curves}
 
 
 def draw_lengths():
-    built_in = by_length("built-in.jsonl")
+    built_in = by_length("long.jsonl")
     europarl = by_length("europarl.jsonl")
     parts = Panel(50, "BLEU, built-in corpus", built_in, 100).parts
     parts += Panel(490, "BLEU, Europarl English-French", europarl, 50).parts
-    places = [(60, 352), (215, 352), (345, 352), (455, 352), (60, 374), (345, 374)]
+    places = [(60, 352), (215, 352), (345, 352), (455, 352), (60, 374), (285, 374)]
     for (x, y), (script, color) in zip(places, COLORS.items()):
         ends = f'x1="{x}" x2="{x + 24}" y1="{y - 4}" y2="{y - 4}"'
         parts.append(f'<line {ends} stroke="{color}" stroke-width="4"{dashes(script)}/>')

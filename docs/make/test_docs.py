@@ -187,13 +187,6 @@ def test_model_comes_first():
 
 
 # ---- show_attend_tell.py -------------------------------------------------------------------------
-def test_caption_flags():
-    """Too few features are a user error: two of them are coordinates."""
-    command = [sys.executable, DOCS / "show_attend_tell.py", "--features", "2"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: --features 2: must be at least 3\n")
-
-
 def test_scenes():
     """Splits share no caption; the pixels of an object have the color that its caption names."""
     splits = [captions.make_scenes(200, split) for split in ("train", "valid", "test")]

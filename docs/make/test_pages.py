@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parent.parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
 --disable-background-networking --disable-component-update"""
-WIDTHS = (390, 420, 641, 800, 1000, 1100, 1200, 1280, 1366, 1440, 1920)
+WIDTHS = (390, 420, 641, 1000, 1280, 1920)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ Deviations from the paper
   n source words, the best validation loss, and p_t = S for t > S in local-m. The authors' code also
   clamps p_t, but its beam does not shrink, and it allows 0.5n to 1.5n words. --replace-unk has no
   dictionary. Single models only: BLEU 23.0 is an ensemble's. On CUDA, bf16 is used for speed.
-- With --paper, --steps is 12 epochs of 4.5 million pairs; without dropout, the paper has 10.
+- The schedule stretches the paper's 12 epochs (10 without dropout) over --steps.
 - Without --paper: smaller, one layer, Adam, label smoothing, global attention; --medium has input
   feeding and the dot score.
 """
@@ -400,7 +400,7 @@ def greedy(model, src, max_len):
 
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search by log p. An ended hypothesis keeps its place, so that the beam shrinks; the K
+    """Beam search by log p. No hypothesis displaces one that has ended, so the beam shrinks; the K
     results are ranked by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
         return greedy(model, src, max_len)

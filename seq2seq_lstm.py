@@ -288,7 +288,7 @@ def greedy(model, src, max_len):
 
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search by log p. An ended hypothesis keeps its place, so that the beam shrinks; the K
+    """Beam search by log p. No hypothesis displaces one that has ended, so the beam shrinks; the K
     results are ranked by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
     if K == 1:
         return greedy(model, src, max_len)

@@ -189,6 +189,7 @@ def paper(title, body, linked):
 
 
 def build():
+    """papers.html: the equations and the code, in the template."""
     tabs, articles, notes = [], [], []
     text = (DOCS / "equations.md").read_text(encoding="utf-8")
     linked = {line_id(link) for link in LINK.finditer(text)}
@@ -203,7 +204,7 @@ def build():
     page = (MAKE / "papers_template.html").read_text(encoding="utf-8")
     for place, parts in dict(tabs=tabs, articles=articles, notes=notes).items():
         page = page.replace(f"<!-- {place} -->", "\n".join(parts))
-    (DOCS / "papers.html").write_text(page, encoding="utf-8")
+    return page
 
 
 def main():
@@ -211,7 +212,7 @@ def main():
     missing = [error for page in pages for error in update_links(page)]
     if missing:
         sys.exit("\n".join(missing))
-    build()
+    (DOCS / "papers.html").write_text(build(), encoding="utf-8")
 
 
 if __name__ == "__main__":

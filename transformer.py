@@ -405,7 +405,7 @@ def beam(model, src, max_len, K, penalty=0.0):
         logits, state = net.step(y, state, memory)
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
-        words = logits.topk(min(K, logits.size(1) - 1)).indices  # no row contributes more
+        words = logits.topk(min(K, logits.size(1) - 1)).indices  # a row contributes at most K
         words = F.pad(words, (1, 0), value=PAD)  # (BK,K+1)
         is_pad = words == PAD
         ended = (left == 0).unsqueeze(1)

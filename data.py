@@ -332,11 +332,10 @@ def parse_args(Config, description, argv=None):
     mode.add_argument("--train", **pair, help="train on your own text [built-in corpus]")
     mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT [LINKS]: BLEU, AER")
     mode.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
-    mode.add_argument("--translate", action="store_true", help="stdin to stdout, or a prompt")
+    mode.add_argument("--translate", action="store_true", help="translate stdin or typed sentences")
     parser.add_argument("--valid", **pair, help="validation text, needed with --train")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs", script), help="run folder [%(default)s]"
-    )
+    folder = dict(type=Path, default=Path("runs", script), metavar="DIR")
+    parser.add_argument("--out", **folder, help="run folder [%(default)s]")
     parser.add_argument("--resume", action="store_true", help="continue the training in --out")
     preset.add_argument(
         "--medium", action="store_true", help="for 10,000 to 300,000 pairs, on a GPU"
@@ -345,9 +344,14 @@ def parse_args(Config, description, argv=None):
     devices = dict(choices=["cpu", "cuda", "mps"])
     parser.add_argument("--device", **devices, help="[cuda if there is a GPU, else cpu]")
     presets = dict(medium=Config.medium(), paper=Config.paper())
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)", inspect.getsource(Config), re.M))
+    source = inspect.getsource(Config)
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)", source, re.M))
+    headings = {first: title for title, first in re.findall(r"    # (\w+)\n    (\w+):", source)}
+    group = parser
     for field in dataclasses.fields(Config):
-        kind = dict(type=field.type)
+        if field.name in headings:
+            group = parser.add_argument_group(headings[field.name])
+        kind = dict(type=field.type, metavar="N" if field.type is int else "X")
         if field.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         elif typing.get_origin(field.type) is typing.Literal:
@@ -357,7 +361,7 @@ def parse_args(Config, description, argv=None):
         shown = f"{field.default}{''.join(changed)}"
         text = f"{comments.get(field.name, '')} [{shown}]"
         options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%")) | kind
-        parser.add_argument("--" + field.name.replace("_", "-"), **options)
+        group.add_argument("--" + field.name.replace("_", "-"), **options)
     args = parser.parse_args(argv)
     if bool(args.train) != bool(args.valid):
         parser.error("--train SRC TGT and --valid SRC TGT go together")
@@ -433,6 +437,10 @@ class Corpus:
         if saved and saved["checksum"] != self.checksum:
             raise InputError("the text has changed since this run started; start a new one")
 
+    def to_save(self):  # what --resume needs; passed to __init__ as saved
+        words = [vocabulary.words for vocabulary in self.vocabularies]
+        return dict(vocabularies=words, files=self.files, checksum=self.checksum)
+
     def __str__(self):
         unknown = max((side == UNK).sum() / (side > EOS).sum() for side in self.train.tokens)
         sizes = " and ".join(f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
@@ -446,18 +454,23 @@ def read_stdin(vocabulary):
     while True:
         if in_terminal:
             print("> ", end="", file=sys.stderr, flush=True)
-        lines = list(itertools.islice(sys.stdin.buffer, 1 if in_terminal else 4000))
+        try:
+            lines = list(itertools.islice(sys.stdin.buffer, 1 if in_terminal else 4000))
+        except KeyboardInterrupt:  # without advice to resume
+            sys.exit(130)
         if not lines:
             return
         sentences = [to_words(line.decode("utf-8-sig", "replace")) for line in lines]
         report_unknown(sentences, vocabulary)
-        yield sentences
+        if any(sentences) or not in_terminal:  # an empty line at the prompt has no translation
+            yield sentences
 
 
 def report_unknown(sentences, vocabulary):
-    unknown = [word for sentence in sentences for word in sentence if word not in vocabulary.ids]
+    words = dict.fromkeys(itertools.chain.from_iterable(sentences))  # distinct, in order
+    unknown = [word for word in words if word not in vocabulary.ids]
     if unknown:
-        message = f"{len(unknown):,} unknown words: {' '.join(unknown[:10])}"
+        message = f"unknown words ({len(unknown):,}): {' '.join(unknown[:10])}"
         print(message, "(is the text tokenized like the training text?)", file=sys.stderr)
 
 
@@ -476,10 +489,11 @@ def write_log(out, log):  # one line per validation; the last line of a finished
     write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
 
-def log_validation(out, log):
+def log_validation(out, log, smoothing):
     write_log(out, log)
     if RANK == 0:
-        text = "step {step}, loss {loss:.3f}, valid {valid_loss:.3f}, {seconds:.0f} s"
+        train = "train {loss:.3f} (smoothed)" if smoothing else "train {loss:.3f}"
+        text = f"step {{step}}, {train}, valid {{valid_loss:.3f}}, {{seconds:.0f}} s"
         tqdm.write(text.format(**log[-1]), file=sys.stderr)  # above the progress bar
 
 

@@ -16,7 +16,7 @@ arXiv 1508.04025
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                        (6)
 
     python luong.py                            built-in corpus: BLEU 97, AER 0.03, 2 min on 2 cores
-    python luong.py --medium --train train.en train.fr --valid valid.en valid.fr --out runs/fr
+    python luong.py --medium --train train.en train.fr --valid dev.en dev.fr --out runs/fr
 
 Deviations from the paper
 - s counts from 1 to S in sentence order, EOS included; the authors' code leaves EOS out. p_t is a
@@ -307,7 +307,8 @@ def learning_rate(cfg, update):
     if cfg.optimizer == "adam":
         return cfg.lr * min(update / cfg.warmup, max(1 - (update - 1) / cfg.steps, 0))
     epochs, constant = (12, 8) if cfg.dropout else (10, 5)
-    return cfg.lr * 0.5 ** max(epochs * (update - 1) // cfg.steps - constant + 1, 0)
+    epoch = epochs * (update - 1) // cfg.steps  # 0, 1, ...
+    return cfg.lr * 0.5 ** max(epoch - constant + 1, 0)
 
 
 Model = LuongNMT
@@ -316,43 +317,39 @@ COMPILED = (LuongAttention,)  # what --compile compiles, besides the loss
 # ---- the same in every script from here on ----
 
 
-def make_train_step(model, cfg, optimizer=None, done=0):
+def make_train_step(model, cfg, optimizer=None):
     """Returns train_step(src, tgt), which makes one update and returns the loss per token."""
     optimizer = optimizer or make_optimizer(model, cfg)
     weights = list(model.parameters())
     device = weights[0].device
     on_gpu = device.type == "cuda"
-    net = bf16_copy(model)  # created here, so that no CUDA graph records its creation
+    net = bf16_copy(model)  # computes in bf16 on CUDA; the model keeps the float32 weights
     criterion = compile_parts(net) if on_gpu and cfg.compile else summed_loss
-    updates = itertools.count(done + 1)
     for p in weights:
-        p.grad = torch.zeros_like(p)  # fixed buffers, to which CUDA graphs add gradients
+        p.grad = torch.zeros_like(p)  # fixed buffers, because CUDA graphs write to them
 
     def forward_backward(src, tgt, scale):
-        net = bf16_copy(model.train())  # with the current weights
+        copy_weights(model, net)
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
         loss.backward()
-        move_gradients(net, model)
+        move_gradients(net, model, add=cfg.accumulate > 1)
         return loss.detach()
 
-    if on_gpu:  # with --compile, the first call compiles, which cannot be recorded
-        forward_backward = graphed(forward_backward, device, eager_calls=int(cfg.compile))
+    # With --compile, the first call compiles, which cannot be recorded.
+    forward_backward = graphed(forward_backward, device, eager_calls=int(cfg.compile))
 
     def train_step(src, tgt):
-        update = next(updates)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(cfg, update)
+        net.train()
+        src, tgt = (x.to(device, non_blocking=on_gpu) for x in (src, tgt))  # does not wait
         tokens = (tgt[:, 1:] != PAD).sum()
-        count = tokens if cfg.loss_per == "token" else torch.tensor(len(tgt))
-        scale = (1 / count).to(device)
+        count = tokens if cfg.loss_per == "token" else torch.full_like(tokens, len(tgt))
         loss = torch.zeros((), device=device)
         n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
         for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # micro-batch k: rows k, k + n, ...
-            micro_batch = (x[k::n].to(device, non_blocking=on_gpu) for x in (src, tgt))
-            loss += forward_backward(*micro_batch, scale)
+            loss += forward_backward(src[k::n], tgt[k::n], 1 / count)
         if WORLD_SIZE > 1:
             for x in (loss, *(p.grad for p in weights)):
-                dist.all_reduce(x)  # a sum: scale already divides by the whole batch
+                dist.all_reduce(x)  # a sum: 1 / count already divides by the whole batch
         if cfg.clip:
             nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
@@ -371,71 +368,70 @@ def summed_loss(logits, y, smoothing=0.0):
 
 @torch.no_grad()
 def greedy(model, src, max_len):
-    """Greedy decoding: token ids (B,T), PAD after EOS; max_len is an int, or one per sentence."""
-    net = bf16_copy(model.eval())  # on CUDA; elsewhere net is the model itself
+    """Greedy decoding: token ids (B,T), PAD after EOS; max_len is an int, or one per sentence.
+    Leaves the model in eval mode, as do beam, align, translate and mean_loss."""
+    model.eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))
     T = int(limit.max())
-    memory = net.encode(src)
-    state = net.init_state(memory, T)
+    memory = model.encode(src)
+    state = model.init_state(memory, T)
 
     def best_word(y, *state):
-        logits, state = net.step(y, state, memory)
+        logits, state = model.step(y, state, memory)
         return logits[:, 1:].argmax(-1) + 1, *state  # never PAD, which is token 0
 
-    best_word = graphed(best_word, src.device) if src.is_cuda else best_word
+    best_word = graphed(best_word, src.device)
     y = torch.full_like(src[:, 0], BOS)
     out = src.new_full((len(src), T), PAD)
     for t in range(T):
         y, *state = best_word(y, *state)
         out[:, t] = y
-        if t % 8 == 7:  # not in every step, because .all() waits for the GPU
-            ended = (out == EOS).any(1) | (limit <= t + 1)
-            if ended.all():
-                break
-    after_eos = (out == EOS).cumsum(1) > (out == EOS)
+        if t % 8 == 7 and ((out == EOS).any(1) | (limit <= t + 1)).all():
+            break  # checked every 8 steps, because .all() waits for the GPU
+    eos_before = (out == EOS).cumsum(1) - (out == EOS).int()  # how many EOS precede each word
     too_long = torch.arange(T, device=src.device) >= limit.unsqueeze(1)
-    out = out.masked_fill(after_eos | too_long, PAD)
+    out = out.masked_fill((eos_before > 0) | too_long, PAD)
     return out[:, (out != PAD).any(0)]
 
 
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search by log p. No hypothesis displaces one that has ended, so the beam shrinks; the K
-    results are ranked by log p / ((5 + |y|) / 6)^penalty, as in GNMT (Wu et al. 2016)."""
+    """Beam search by log p. No hypothesis displaces one that has ended, so the beam shrinks; the
+    finished ones, or all if there are none, are ranked by log p / ((5 + |y|) / 6)^penalty, as in
+    GNMT (Wu et al. 2016). Overwrites the logits that model.step returns."""
     if K == 1:
         return greedy(model, src, max_len)
-    net = bf16_copy(model.eval())
+    model.eval()
     B = len(src)
     src = src.repeat_interleave(K, 0)  # each sentence has K consecutive rows, its hypotheses
     first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)
     left = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
     T = int(left.max())
-    memory = net.encode(src)  # equal for the K rows of a sentence, so it is never reordered
-    state = net.init_state(memory, T)
+    only_first = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)
+    memory = model.encode(src)  # equal for the K rows of a sentence, so it is never reordered
+    state = model.init_state(memory, T)
 
     def extend(y, left, score, *state):  # every hypothesis by a word; keeps the K best
-        logits, state = net.step(y, state, memory)
+        logits, state = model.step(y, state, memory)
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
         words = logits.topk(min(K, logits.size(1) - 1)).indices  # a row contributes at most K
-        words = F.pad(words, (1, 0), value=PAD)  # (BK,K+1)
-        is_pad = words == PAD
+        log_p = log_p.gather(1, words)  # (BK,K), or (BK,V-1) if K is larger
         ended = (left == 0).unsqueeze(1)
-        log_p = log_p.gather(1, words).masked_fill(is_pad, 0)  # PAD costs nothing
-        log_p = log_p.masked_fill(is_pad != ended, -torch.inf)  # PAD after the end, words before
-        total = (score.view(-1, 1) + log_p).view(B, -1)
-        keeps_place = is_pad.view(B, -1) & total.isfinite()  # the ended hypotheses
-        index = total.masked_fill(keeps_place, torch.inf).topk(K).indices  # (B,K)
-        score = total.gather(1, index)
+        words = words.masked_fill(ended, PAD)  # after the end only PAD, once, which costs nothing
+        log_p = torch.where(ended, only_first[: words.size(1)], log_p)
+        total = score.view(-1, 1) + log_p
+        keeps_place = ended & total.isfinite()  # the ended hypotheses
+        index = total.masked_fill(keeps_place, torch.inf).view(B, -1).topk(K).indices  # (B,K)
+        score = total.view(B, -1).gather(1, index)
         rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
         y = words.view(B, -1).gather(1, index).flatten()
         left = (left[rows] - 1).clamp(min=0).masked_fill(y == EOS, 0)
-        return y, left, rows, score, *net.reorder(state, rows)
+        return y, left, rows, score, *model.reorder(state, rows)
 
-    extend = graphed(extend, src.device) if src.is_cuda else extend
+    extend = graphed(extend, src.device)
     y = torch.full_like(src[:, 0], BOS)
-    score = torch.full((B, K), -torch.inf, device=src.device)  # log p of each hypothesis
-    score[:, 0] = 0  # all K start out equal, so only the first one is extended
+    score = only_first.repeat(B, 1)  # log p; all K start out equal, so one is enough
     out = src[:, :0]
     for t in range(T):
         y, left, rows, score, *state = extend(y, left, score, *state)
@@ -452,11 +448,11 @@ def beam(model, src, max_len, K, penalty=0.0):
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """alpha (B,T,S) for given targets, in float32 even on CUDA. Leaves the model in eval mode."""
+    """alpha (B,T,S) of given targets, in one teacher-forced pass."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
-def inference_batches(model, pairs, vocabularies, max_tokens=8192):
+def inference_batches(model, pairs, vocabularies, max_tokens=4096):
     """Yields batches (rows, src, tgt) that cover every pair once, similar lengths together."""
     bitext = data.Bitext(pairs, vocabularies)
     device = next(model.parameters()).device
@@ -470,12 +466,12 @@ def translate(model, sentences, vocabularies):
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     sources = [data.to_words(sentence) for sentence in sentences]
     targets = [[] for _ in sources]
-    max_tokens = 65536 if next(model.parameters()).is_cuda else 16384  # measured to be fastest
-    pairs = zip(sources, targets)
-    for rows, src, _ in inference_batches(model, pairs, vocabularies, max_tokens // cfg.beam):
-        max_len = (src != PAD).sum(1) + 49  # the source words plus 50; src includes EOS
-        max_len.masked_fill_(src[:, 0] == EOS, 0)  # an empty sentence stays empty
-        tokens = beam(model, src, max_len, cfg.beam, cfg.length_penalty)
+    net = bf16_copy(model.eval())
+    max_tokens = (65536 if next(model.parameters()).is_cuda else 16384) // cfg.beam
+    for rows, src, _ in inference_batches(model, zip(sources, targets), vocabularies, max_tokens):
+        words = (src != PAD).sum(1) - 1  # without EOS
+        max_len = torch.where(words > 0, words + 50, 0)  # an empty sentence stays empty
+        tokens = beam(net, src, max_len, cfg.beam, cfg.length_penalty)
         for row, ids in zip(rows, tokens.tolist()):
             targets[row] = vocabularies[1].decode(ids)
     if cfg.replace_unk:
@@ -525,9 +521,7 @@ def train(out, corpus, model, saved):
     """Trains until --steps. Writes model.pt (best or averaged weights) and last.pt (to resume)."""
     cfg = model.cfg
     optimizer = make_optimizer(model, cfg)
-    words = [vocabulary.words for vocabulary in corpus.vocabularies]
-    text = dict(vocabularies=words, files=corpus.files, checksum=corpus.checksum)
-    about = dict(script=Path(__file__).stem, config=vars(cfg), **text)
+    about = dict(script=Path(__file__).stem, config=vars(cfg)) | corpus.to_save()
     log = saved.get("log", [])  # one entry per validation
     snapshots = saved.get("snapshots", [])  # the weights at the last --average validations
     done = tokens = seconds = 0
@@ -536,48 +530,50 @@ def train(out, corpus, model, saved):
         optimizer.load_state_dict(saved["optimizer"])
         done, tokens, seconds = (log[-1][key] for key in ("step", "tokens", "seconds"))
     else:  # marks the folder as used, and lets --resume start from step 0
-        data.write(out / "last.pt", to_bytes(about))
+        save(out / "last.pt", about)
     start = time.perf_counter() - seconds
-    train_step = make_train_step(model, cfg, optimizer, done)
+    train_step = make_train_step(model, cfg, optimizer)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, done)
+    losses = []  # of the steps since the last validation
     no_bar = True if RANK else None  # None: no progress bar unless stderr is a terminal
     bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=no_bar)
     for update, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, update)))  # so checkpoints need no random state
-        loss = train_step(*map(torch.from_numpy, batch))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg, update)
+        losses.append(train_step(*map(torch.from_numpy, batch)))
         tokens += sum(int((side != PAD).sum()) for side in batch)  # BOS and EOS included
         if update % cfg.eval_every and update < cfg.steps:
             continue
-        with torch.compiler.set_stance("force_eager"):  # validation is too short to compile
-            valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
+        valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
+        loss = torch.stack(losses).mean().item()
+        losses = []
         if not math.isfinite(loss + valid_loss):
             raise data.InputError(f"step {update}: loss is not finite; --resume with a lower --lr")
-        line = dict(step=update, loss=loss.item(), valid_loss=valid_loss, tokens=tokens)
-        log = [*log, dict(line, seconds=time.perf_counter() - start)]
+        line = dict(step=update, loss=loss, valid_loss=valid_loss, tokens=tokens)
+        log.append(line | dict(seconds=time.perf_counter() - start))
         snapshot = {key: x.to("cpu", copy=True) for key, x in model.state_dict().items()}
         snapshots = [*snapshots, snapshot][-cfg.average :]
         if cfg.average > 1 or valid_loss == min(entry["valid_loss"] for entry in log):
             mean = {key: sum(s[key] for s in snapshots) / len(snapshots) for key in snapshot}
-            data.write(out / "model.pt", to_bytes(dict(about, model=mean)))
+            save(out / "model.pt", about | dict(model=mean))
         state = dict(log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
-        data.write(out / "last.pt", to_bytes(about | state))
-        data.log_validation(out, log)
+        save(out / "last.pt", about | state)
+        data.log_validation(out, log, cfg.smoothing)
     return log
 
 
-def to_bytes(checkpoint):  # in memory, because torch.save crashes when the disk is full
+def save(path, checkpoint):  # via memory, because torch.save crashes when the disk is full
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
-    return buffer.getbuffer()
+    data.write(path, buffer.getbuffer())
 
 
 def train_command(args, flags, device):
     """Trains a new run or resumes one, then scores the model and draws alignments."""
-    last = args.out / "last.pt"
-    saved = torch.load(last, map_location="cpu", weights_only=True) if args.resume else {}
+    saved = torch.load(args.out / "last.pt", "cpu", weights_only=True) if args.resume else {}
     cfg = data.saved_config(saved, Config, flags) if saved else Config(**flags)
-    is_taken = last.exists() or (args.out / "model.pt").exists()
-    if is_taken and not args.resume and RANK == 0:  # others may see what the first one just wrote
+    if RANK == 0 and not saved and any(args.out.glob("*.pt")):  # RANK 1 may see what 0 just wrote
         raise data.InputError(f"{args.out}: holds a run; add --resume, or choose another --out")
     corpus = data.Corpus(cfg, args.train, args.valid, saved)
     cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
@@ -596,13 +592,15 @@ def train_command(args, flags, device):
         alphas = alignments(model, pairs, vocabularies)
         data.write_alignments(args.out / "align", pairs, alphas)
         speed = log[-1]["tokens"] / log[-1]["seconds"]
-        gib = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0
+        gib = torch.cuda.max_memory_reserved() / 2**30  # 0 on other devices
         result |= dict(seed=cfg.seed, tokens_per_second=speed, gpu_memory_gib=gib)
         data.write_log(args.out, [*log, result])
-        print("", *map(" ".join, pairs[0]), "", data.heatmap(*pairs[0], alphas[0]), "", sep="\n")
+        source, target = pairs[0]
+        print(f"\n{' '.join(source)}\n{' '.join(target)}\n")
+        print(f"{data.heatmap(source, target, alphas[0])}\n")
         print(f"{corpus.test_name}: {data.format_scores(result)}")
-        memory = f", {gib:.1f} GiB of GPU memory" if gib else ""
-        print(f"{speed:,.0f} tokens/s{memory}; files are in {args.out}/")
+        gpu = f", {gib:.1f} GiB of GPU memory" if gib else ""
+        print(f"{speed:,.0f} tokens/s{gpu}; files are in {args.out}/")
 
 
 def inference_command(args, flags, device):
@@ -621,9 +619,9 @@ def inference_command(args, flags, device):
         for sources in data.read_stdin(vocabularies[0]):
             targets = translate(model, sources, vocabularies)
             print(*map(" ".join, targets), sep="\n", flush=True)
-            if os.isatty(0):  # then sources has one sentence
-                (alpha,) = alignments(model, zip(sources, targets), vocabularies)
-                print(data.heatmap(sources[0], targets[0], alpha))
+            if os.isatty(0):
+                alphas = alignments(model, zip(sources, targets), vocabularies)
+                print(*map(data.heatmap, sources, targets, alphas), sep="\n")
 
 
 def main(argv=None):
@@ -633,9 +631,9 @@ def main(argv=None):
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)
-        gpu, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-        device = torch.device(args.device or ("cuda" if gpu else "cpu"))
-        if not dict(cpu=True, cuda=gpu, mps=mps)[device.type]:
+        has = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+        device = torch.device(args.device or ("cuda" if has["cuda"] else "cpu"))
+        if not has[device.type]:
             raise data.InputError(f"--device {device}: not available on this machine")
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -654,32 +652,30 @@ def main(argv=None):
 # ---- speed: what follows affects only rounding and running time; skip it at first ----
 
 
-@torch.no_grad()
 def bf16_copy(model):
-    """On CUDA, a bf16 copy of the model with its current weights and mode; elsewhere the model."""
+    """A bf16 copy of a model on CUDA; elsewhere, and on GPUs without bf16, the model itself."""
     # Not torch.autocast, whose many casts take time, above all in decoding.
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return model  # older GPUs have no bf16 arithmetic
-    if "bf16" not in model.__dict__:
-        with torch.inference_mode(False):  # so that the copy can be trained wherever it is made
-            net = copy.deepcopy(model).half()  # .bfloat16() would not flatten RNN weights for cuDNN
-        for x in (*net.parameters(), *net.buffers()):
-            if x.is_floating_point():
-                x.data = x.data.view(torch.bfloat16)  # meaningless values until the copy below
-        model.__dict__["bf16"] = net  # not registered as a submodule, so not in checkpoints
-    net = model.bf16
-    copies, originals = ([*x.parameters(), *x.buffers()] for x in (net, model))
-    torch._foreach_copy_(copies, originals)
-    return net.train(model.training)
+        return model
+    if torch.backends.cudnn.version() >= 91300:  # cuDNN has recurrent networks in bf16, so let
+        torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)  # nn.LSTM flatten its weights
+    return copy.deepcopy(model).bfloat16()
 
 
-def move_gradients(net, model):
-    """Adds the bf16 gradients of net to the float32 gradients of the model it is a copy of."""
+@torch.no_grad()
+def copy_weights(model, net):
+    """Gives net, the copy of the model, the current weights."""
+    torch._foreach_copy_(list(net.parameters()), list(model.parameters()))
+
+
+def move_gradients(net, model, add):
+    """Adds the bf16 gradients of net to the float32 ones of the model, or replaces them."""
     if net is not model:
-        for p, q in zip(model.parameters(), net.parameters()):
-            if q.grad is not None:  # None if the parameter is frozen
-                p.grad.add_(q.grad)
+        pairs = zip(model.parameters(), net.parameters())
+        old, new = zip(*((p.grad, q.grad) for p, q in pairs if q.grad is not None))  # None: frozen
+        move = torch._foreach_add_ if add else torch._foreach_copy_  # the second is faster
+        move(old, new)
         net.zero_grad()
 
 
@@ -691,7 +687,7 @@ def compile_parts(net):
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # nothing a user can change
     shapes.use_duck_shape = False  # so that the first batch with S = T does not recompile
     if hasattr(triton, "mix_order_reduction"):  # not in torch 2.6
-        triton.mix_order_reduction = False  # faster LayerNorm on an H200
+        triton.mix_order_reduction = False  # it slows the Transformer down on an H200
     for part in net.modules():
         if isinstance(part, COMPILED):
             part.compile(dynamic=True)  # one compilation for all shapes
@@ -699,7 +695,9 @@ def compile_parts(net):
 
 
 def graphed(function, device, eager_calls=0):
-    """Records the kernels that function launches, once per input shape, and replays them later."""
+    """On CUDA, function recorded once per input shape and replayed later; elsewhere function."""
+    if device.type != "cuda":
+        return function
     graphs = {}  # input shapes -> graph, its input buffers, its output
     stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()

@@ -1,12 +1,12 @@
 """Every result is compared with an independent reference: naive loops over the papers' equations,
 finite differences, torch.nn, sacreBLEU, exhaustive search, or an uninterrupted run."""
 
-import dataclasses
 import doctest
 import gzip
 import importlib
 import inspect
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -182,9 +182,9 @@ def test_overfits_32_pairs(name):
     sizes |= dict(src_vocab=len(vocabularies[0]), tgt_vocab=len(vocabularies[1]))
     if "layers" in sizes:
         sizes["layers"] = 1  # deeper models need more steps
-    module, model = build(name, 1, 0, **sizes, smoothing=0.0, warmup=30)
+    module, model = build(name, 1, 0, **sizes, smoothing=0.0)
     batch = [torch.from_numpy(x) for x in data.Bitext(pairs, vocabularies).batch(range(32))]
-    step = module.make_train_step(model, model.cfg)
+    step = module.make_train_step(model, model.cfg, torch.optim.Adam(model.parameters(), 0.005))
     for _ in range(150):
         step(*batch)
     result = module.evaluate(model, pairs, vocabularies)
@@ -402,6 +402,7 @@ def test_equations(name):
         for t in range(tgt.size(1) - 1):
             one, state = model.step(tgt[:, t], state, memory)
             assert_close(one, logits[:, t])
+        assert_close(module.align(model, src.clone(), tgt.clone()), alpha)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -510,7 +511,7 @@ def test_decoder_layer_matches_torch_nn():
     bias = [
         torch.zeros(mask.shape).double().masked_fill(mask, -math.inf) for mask in (future, padding)
     ]
-    got, _ = ours(y, KV[0], bias[0], KV[1], bias[1][:, None, None])
+    got, _ = ours(y, (KV[0], bias[0]), (KV[1], bias[1][:, None, None]))
     assert_close(got, want)
 
 
@@ -613,6 +614,10 @@ def test_initialization(name):
                 assert W.eq(size).all(), key
             else:
                 assert_close(W @ W.T, torch.eye(len(W)), 1e-5)
+    if name in ("bahdanau", "transformer"):  # the other papers name one distribution for all
+        model.added = nn.LayerNorm(3)
+        model.init_weights()
+        assert model.added.weight.eq(1).all()
 
 
 # The steps, out of 750, after which each paper halves its learning rate:
@@ -741,7 +746,7 @@ def test_translate(K):
 @each_script
 @pytest.mark.parametrize("K", [1, 2])
 def test_decoding_stops(name, K):
-    """Decoding ends within eight steps after the last sentence has ended or reached its limit."""
+    """Decoding ends soon after the last sentence has ended or reached its limit."""
     module, model = build(name)
     calls = count()
     step = model.step
@@ -758,19 +763,18 @@ def test_decoding_stops(name, K):
     assert tokens.size(1) == 8
     assert (tokens[1:, 1] == EOS).all()
     assert not tokens.is_inference()  # so that they can be trained on
-    assert next(calls) == 8
+    assert next(calls) < 50  # of 100
 
 
 # ---- training -----------------------------------------------------------------------------------
 @each_script
 @pytest.mark.parametrize("accumulate, per", [(1, "token"), (2, "sentence"), (9, "token")])
 @pytest.mark.parametrize("clip", [0, 0.1])
-def test_train_step(name, accumulate, per, clip, monkeypatch):
+def test_train_step(name, accumulate, per, clip):
     """SGD follows the clipped gradient of the smoothed loss for any number of micro-batches."""
     module, model = build(name, accumulate=accumulate, loss_per=per, smoothing=0.2, clip=clip)
     weights = list(model.parameters())
-    monkeypatch.setattr(module, "learning_rate", lambda cfg, step: 0.1 / step)
-    step = module.make_train_step(model, model.cfg, torch.optim.SGD(weights))
+    step = module.make_train_step(model, model.cfg, torch.optim.SGD(weights, lr=0.1))
     for n in (1, 2, 3):
         src, tgt = random_batch(n)
         log_p = model.eval()(src, tgt[:, :-1]).log_softmax(-1)
@@ -780,9 +784,24 @@ def test_train_step(name, accumulate, per, clip, monkeypatch):
         grads = torch.autograd.grad(mean, weights)
         norm = torch.sqrt(sum(grad.square().sum() for grad in grads)).item()
         scale = min(1, clip / norm) if clip else 1
-        want = [p - 0.1 / n * scale * grad for p, grad in zip(weights, grads)]
+        want = [p - 0.1 * scale * grad for p, grad in zip(weights, grads)]
         assert step(src, tgt).item() == pytest.approx(losses.mean().item(), abs=1e-5)
         assert_close(weights, want, 1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
+@each_script
+def test_frozen_parameters(name, device):
+    """A parameter that is frozen after decoding keeps its value in training; all others change."""
+    module, model = build(name)
+    src, tgt = (x.to(device) for x in random_batch(1))
+    module.translate(model.float().to(device), ["w4"], [data.Vocabulary(map(str, range(13)))] * 2)
+    model.E_x.weight.requires_grad_(False)
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    module.make_train_step(model, model.cfg)(src, tgt)
+    for key, x in model.state_dict().items():
+        assert x.dtype == torch.float
+        assert torch.equal(x, before[key]) == (key == "E_x.weight"), key
 
 
 # ---- data.py: the built-in corpus, vocabularies, batches, scores, pictures ----------------------
@@ -1016,7 +1035,10 @@ class Mean(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
 def test_decoding_another_model(device):
-    """greedy and beam need only the four calls in the README."""
+    """greedy, beam and graphed can be pasted, and need only the four calls in the README."""
+    pasted = dict(torch=torch, itertools=itertools, PAD=PAD, BOS=BOS, EOS=EOS)
+    for function in (bahdanau.greedy, bahdanau.beam, bahdanau.graphed):
+        exec(inspect.getsource(function), pasted)
     torch.manual_seed(0)
     model = Mean(14, 32).to(device)
     src = torch.randint(4, 14, (3, 5), device=device)
@@ -1026,17 +1048,16 @@ def test_decoding_another_model(device):
     exec(calls, names)
     assert names["logits"].shape == (3, 14)
     assert names["state"][0].shape == (2, 32)
-    found = bahdanau.greedy(model.train(), src, 20)
+    found = pasted["greedy"](model.train(), src, 20)
     assert not model.training
-    assert len(bahdanau.beam(model, src, 20, 5)) == 3
-    if device == "cpu":  # a GPU decodes in bf16
-        for source, row in zip(src, found):
-            want = [BOS]
-            state = memory = model.encode(source[None])
-            while len(want) <= 20 and want[-1] != EOS:
-                logits, state = model.step(torch.tensor(want[-1:]), state, memory)
-                want.append(1 + logits[0, 1:].argmax().item())
-            assert [BOS, *row[row != PAD].tolist()] == want
+    assert len(pasted["beam"](model, src, 20, 5)) == 3
+    for source, row in zip(src, found):
+        want = [BOS]
+        state = memory = model.encode(source[None])
+        while len(want) <= 20 and want[-1] != EOS:
+            logits, state = model.step(torch.tensor(want[-1:], device=device), state, memory)
+            want.append(1 + logits[0, 1:].argmax().item())
+        assert [BOS, *row[row != PAD].tolist()] == want
 
 
 # ---- the command line ---------------------------------------------------------------------------
@@ -1054,8 +1075,10 @@ def test_train_translate_align(name, folder):
     stdout, progress = run(*small(name), "--out", "new")
     *validations, result = read_log("new")
     assert [line["step"] for line in validations] == [4, 8]
-    want = "step {step}, loss {loss:.3f}, valid {valid_loss:.3f}"
+    want = "step {step}, train {loss:.3f} (smoothed), valid {valid_loss:.3f}"
     assert [x.rsplit(", ", 1)[0] for x in progress] == [want.format(**x) for x in validations]
+    _, progress = run(*small(name), "--eval-every", 1, "--smoothing", 0, "--out", "plain")
+    assert progress[0].startswith("step 1, train {loss:.3f}, valid".format(**read_log("plain")[0]))
     assert min(line["valid_loss"] for line in validations) == pytest.approx(result["loss"])
     scores = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}\n".format(**result)
     assert stdout.startswith("60 pairs (3 skipped), ")
@@ -1109,11 +1132,20 @@ def test_saved_weights(folder, monkeypatch):
 
 @each_script
 def test_flags(name):
-    """Every field of Config is a flag, and its comment the help text."""
+    """Every field of Config is a flag in the group of its heading, and its comment the help."""
     text, _ = run(name, "--help")
-    for field in dataclasses.fields(script(name).Config):
-        flag = field.name.replace("_", "-")
-        assert re.search(rf"^  --{flag}(?![\w-])[^[]*\w+\s+\w+[^[]* \[", text, re.M)
+    lines = inspect.getsource(script(name).Config).splitlines()
+    heading = None
+    for line in lines[: lines.index("    # fmt: on")]:
+        if found := re.fullmatch(r"    # (\w+)", line):
+            (heading,) = found.groups()
+        elif found := re.match(r"    (\w+): (\w+).*  # (.*)", line):
+            field, kind, comment = found.groups()
+            metavar = dict(int=" N ", float=" X ").get(kind, "")
+            section = text.split(f"\n{heading}:\n")[1].split("\n\n")[0]
+            flag = rf"--{field.replace('_', '-')}(?![\w-]){metavar}"
+            (entry,) = re.findall(rf"^  {flag}(?:.|\n   )*", section, re.M)
+            assert f"{comment} [" in " ".join(entry.split())
 
 
 def test_output(folder, monkeypatch):
@@ -1127,12 +1159,14 @@ def test_output(folder, monkeypatch):
     stdout, (warning,) = run("bahdanau", "--translate", stdin=odd)
     first, _, empty, *rest = stdout.split("\n")
     assert (first, empty, len(rest)) == (want[1], "", 2)
-    assert warning.startswith("3 unknown words: ")
+    assert warning.startswith("unknown words (3): ")
+    _, (warning,) = run("bahdanau", "--translate", stdin=b"x he\nx")
+    assert warning.startswith("unknown words (1): x (")
     _, (warning,) = run("bahdanau", "--test", *reversed(TEXT[4:]))  # swapped files
     assert "unknown words" in warning
     monkeypatch.setattr(os, "isatty", lambda _: True)
-    stdout, _ = run("bahdanau", "--translate", stdin=b"he x\nhe")
-    assert stdout.count("from 0.05 ·") == 2
+    stdout, _ = run("bahdanau", "--translate", stdin=b"he x\n\nhe")
+    assert stdout.count("from 0.05 ·") == 2  # none for the empty line
 
 
 # ---- faults and --resume ------------------------------------------------------------------------
@@ -1234,13 +1268,22 @@ def test_checkpoints(folder):
     assert not Path("owned").exists()
 
 
-def test_random_numbers(folder, monkeypatch):
-    """Every step has its own random numbers, which do not depend on the steps before."""
-    seeds = []
-    real = torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or real(seed))
-    run(*small(), "--out", "new")
-    assert len(set(seeds)) == len(seeds) == 9  # eight steps, and initialization
+def test_steps(folder):
+    """The logged loss is a mean over steps, each with its own dropout masks and learning rate."""
+    pair = ["pair.en", "pair.fr"]
+    for path, sentence in zip(pair, PAIRS[0]):
+        Path(path).write_text(" ".join(sentence), encoding="utf-8")
+    text = ["--train", *pair, "--valid", *pair]  # every batch is this pair
+    command = [*small(text=text), "--dropout", 0.5]
+    run(*command, "--out", "four")
+    run(*command, "--out", "one", "--eval-every", 1)
+    run(*command, "--out", "still", "--eval-every", 1, "--lr", 0)
+    losses = [line["loss"] for line in read_log("one")[:-1]]
+    for line, first in zip(read_log("four"), (0, 4)):
+        assert line["loss"] == pytest.approx(np.mean(losses[first : first + 4]), abs=1e-6)
+    assert len({line["loss"] for line in read_log("still")[:-1]}) == 8
+    rate = torch.load("one/last.pt")["optimizer"]["param_groups"][0]["lr"]
+    assert rate == pytest.approx(0.2 / 8)  # the last step of a linear decay
 
 
 def test_torchrun_matches_one_process(folder):
@@ -1308,10 +1351,12 @@ def train_on(device, name, seed=0, **changes):
     """Train for 50 steps on batches whose shapes recur; return the model and the losses."""
     recipe = dict(dropout=0.3, steps=60, warmup=10)
     module, model = build(name, 0, 0, **larger(name) | recipe | changes)
-    step = module.make_train_step(model.float().to(device), model.cfg)
+    optimizer = module.make_optimizer(model.float().to(device), model.cfg)
+    step = module.make_train_step(model, model.cfg, optimizer)
     losses = []
     for n in range(50):
         torch.manual_seed(seed + n)
+        optimizer.param_groups[0]["lr"] = module.learning_rate(model.cfg, n + 1)
         place = device if n % 2 else "cpu"  # a training step takes both
         src, tgt = (x.to(place) for x in random_batch(n * n % 7))
         losses.append(step(src, tgt).item())
@@ -1319,6 +1364,7 @@ def train_on(device, name, seed=0, **changes):
 
 
 def decode_on_gpu(module, model):
+    model = module.bf16_copy(model)
     sources = [random_batch(n)[0].cuda() for n in range(8)]
     found = [module.greedy(model, src, 20).tolist() for src in sources]
     return found + [module.beam(model, src, 20, 3, 0.6).tolist() for src in sources]
@@ -1365,8 +1411,10 @@ def test_cuda_and_compile(name, folder, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path("compiled").resolve()))
     _, cpu = train_on("cpu", name, dropout=0.0)
     _, gpu = train_on("cuda", name, dropout=0.0)
+    _, split = train_on("cuda", name, dropout=0.0, accumulate=2)
     model, compiled = train_on("cuda", name, dropout=0.0, compile=True)
     assert_close(cpu[:10], gpu[:10], 0.1)  # bf16
+    assert_close(gpu[:10], split[:10], 0.05)
     assert_close(gpu, compiled, 0.05)
     decode_on_gpu(script(name), model)
     train_resume_translate_on_gpu(name)
@@ -1381,5 +1429,5 @@ def test_gpu_without_bf16(name, folder, monkeypatch):
     model, gpu = train_on("cuda", name, dropout=0.0)
     assert_close(cpu, gpu, 1e-2)
     decode_on_gpu(script(name), model)
-    assert "bf16" not in model.__dict__
+    assert script(name).bf16_copy(model) is model
     train_resume_translate_on_gpu(name)

@@ -174,6 +174,7 @@ def compare_training(work, shape, contestants):
 def compare_decoding(V=32000, S=32, T=64):
     model = transformer.Model(transformer.Config.paper(src_vocab=V, tgt_vocab=V)).cuda()
     nn.init.zeros_(model.E_y.weight[EOS].detach())  # its logit is 0, never the largest
+    model = transformer.bf16_copy(model)
     contestants = {"ours": lambda src: transformer.greedy(model, src, T)}
     try:
         marian = Marian(V).model.cuda().eval().to(torch.bfloat16)
@@ -212,11 +213,12 @@ def our_decoding(S=32, T=64):
     for script, name in OUTPUT.items():
         model = script.Model(script.Config.paper(src_vocab=30000, tgt_vocab=30000)).cuda()
         nn.init.zeros_(getattr(model, name).weight[EOS].detach())
+        net = script.bf16_copy(model)
         for K in (1, 5):
             times = []
             for B in (1, 64, 512):
                 src, _ = random_batch(B, S, 1, 30000)
-                decode = partial(script.beam, model, src, T, K, 0.6)
+                decode = partial(script.beam, net, src, T, K, 0.6)
                 times.append(milliseconds(decode, 5, 2))
             line = ", ".join(f"{time:.0f}" for time in times)
             print(f"    {script.__name__:32} K = {K}, B = 1, 64, 512: {line}", flush=True)

@@ -6,6 +6,7 @@ too few such sentences to learn this from, so this file adds 4,000. It is used b
 """
 
 import zlib
+from functools import partial
 
 import torch
 from grammar import Grammar  # corpus/grammar.py
@@ -88,19 +89,20 @@ def translate(model, vocabularies, source, other=None, swapped=None):
     """
     weights = []
 
-    def attend(attention, inputs, _):  # replaces the output of an encoder layer's self-attention
-        x = inputs[0]
-        alpha = attention.forward(x, x, need_alpha=True)[1]  # (1,h,S,S)
+    def attend(attention, x, KV, bias):  # replaces attend of an encoder layer's self-attention
+        alpha = type(attention).attend(attention, x, KV, bias, need_alpha=True)[1]  # (1,h,S,S)
         if swapped and swapped[0] == len(weights):
             alpha[0, swapped[1], IT] = other[swapped][IT]
         weights.append(alpha[0])
-        V = attention.KV(x).transpose(1, 3)[:, :, 1]  # (1,h,S,d_k)
+        V = KV[:, :, 1].transpose(1, 2)  # (1,h,S,d_k)
         return attention.W_O((alpha @ V).transpose(1, 2).flatten(2)), None
 
-    hooks = [layer.self_attention.register_forward_hook(attend) for layer in model.encoder]
+    layers = [layer.self_attention for layer in model.encoder]
+    for attention in layers:
+        attention.attend = partial(attend, attention)
     (words,) = transformer.translate(model, [source], vocabularies)
-    for hook in hooks:
-        hook.remove()
+    for attention in layers:
+        del attention.attend
     return " ".join(words), torch.stack(weights)
 
 

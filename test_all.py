@@ -1392,6 +1392,7 @@ def test_cuda_graphs(name, monkeypatch):
     assert losses[-10:].sum() < losses[:10].sum()
     assert torch.equal(losses, train_on("cuda", name)[1])
     assert not torch.equal(losses, train_on("cuda", name, seed=1)[1])
+    assert next(script(name).bf16_copy(model).parameters()).dtype == torch.bfloat16
     found = decode_on_gpu(script(name), model)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
     with pytest.raises(TypeError):
@@ -1416,6 +1417,7 @@ def test_cuda_and_compile(name, folder, monkeypatch):
     assert_close(cpu[:10], gpu[:10], 0.1)  # bf16
     assert_close(gpu[:10], split[:10], 0.05)
     assert_close(gpu, compiled, 0.05)
+    assert not torch.equal(gpu, compiled)  # compiled kernels round differently
     decode_on_gpu(script(name), model)
     train_resume_translate_on_gpu(name)
 

@@ -330,7 +330,9 @@ def parse_args(Config, description, argv=None):
     mode = parser.add_mutually_exclusive_group()
     preset = parser.add_mutually_exclusive_group()
     mode.add_argument("--train", **pair, help="train on your own text [built-in corpus]")
-    mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT [LINKS]: BLEU, AER")
+    mode.add_argument(
+        "--test", nargs="+", metavar="FILE", help="score SRC TGT; with LINKS, also AER"
+    )
     mode.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
     mode.add_argument("--translate", action="store_true", help="translate stdin or typed sentences")
     parser.add_argument("--valid", **pair, help="validation text, needed with --train")
@@ -342,9 +344,11 @@ def parse_args(Config, description, argv=None):
     )
     preset.add_argument("--paper", action="store_true", help="the paper's sizes and recipe")
     devices = dict(choices=["cpu", "cuda", "mps"])
-    parser.add_argument("--device", **devices, help="[cuda if there is a GPU, else cpu]")
+    parser.add_argument("--device", **devices, help="where to run [cuda, or cpu without a GPU]")
     presets = dict(medium=Config.medium(), paper=Config.paper())
-    source = inspect.getsource(Config)
+    source = inspect.getsource(
+        Config
+    )  # a field's comment is its help, a line of one word a heading
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)", source, re.M))
     headings = {first: title for title, first in re.findall(r"    # (\w+)\n    (\w+):", source)}
     group = parser
@@ -391,11 +395,11 @@ def check(config):
 
 
 def saved_config(saved, Config, flags):
-    """The Config of a checkpoint, updated with flags; those above lr must be the same."""
+    """The Config of a checkpoint, updated with flags; fields above lr must not change."""
     if saved["script"] != Path(inspect.getfile(Config)).stem:
         raise InputError(f"this run was made by {saved['script']}.py; use that script")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
-    flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # only maxima
+    flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # upper limits
     names = list(config)
     for name in names[: names.index("lr")]:
         if flags.get(name, config[name]) != config[name]:
@@ -492,9 +496,9 @@ def write_log(out, log):  # one line per validation; the last line of a finished
 def log_validation(out, log, smoothing):
     write_log(out, log)
     if RANK == 0:
-        train = "train {loss:.3f} (smoothed)" if smoothing else "train {loss:.3f}"
-        text = f"step {{step}}, {train}, valid {{valid_loss:.3f}}, {{seconds:.0f}} s"
-        tqdm.write(text.format(**log[-1]), file=sys.stderr)  # above the progress bar
+        smoothed = " (smoothed)" if smoothing else ""
+        text = "step {step}, train {loss:.3f}{smoothed}, valid {valid_loss:.3f}, {seconds:.0f} s"
+        tqdm.write(text.format(**log[-1], smoothed=smoothed), file=sys.stderr)  # above the bar
 
 
 def format_scores(result):

@@ -207,15 +207,15 @@ COMPILED = ()  # --compile compiles only the loss, because cuDNN already fuses t
 
 
 def make_train_step(model, cfg, optimizer=None):
-    """Returns train_step(src, tgt), which makes one update and returns the loss per token."""
+    """Returns train_step(src, tgt), which makes one update and returns the smoothed loss per token.
+    The optimizer keeps its learning rate. Under torchrun, every process passes the whole batch."""
     optimizer = optimizer or make_optimizer(model, cfg)
     weights = list(model.parameters())
+    gradients = [torch.zeros_like(p) for p in weights]  # fixed, because CUDA graphs write to them
     device = weights[0].device
-    on_gpu = device.type == "cuda"
+    on_cuda = device.type == "cuda"
     net = bf16_copy(model)  # computes in bf16 on CUDA; the model keeps the float32 weights
-    criterion = compile_parts(net) if on_gpu and cfg.compile else summed_loss
-    for p in weights:
-        p.grad = torch.zeros_like(p)  # fixed buffers, because CUDA graphs write to them
+    criterion = compile_parts(net) if on_cuda and cfg.compile else summed_loss
 
     def forward_backward(src, tgt, scale):
         copy_weights(model, net)
@@ -229,7 +229,9 @@ def make_train_step(model, cfg, optimizer=None):
 
     def train_step(src, tgt):
         net.train()
-        src, tgt = (x.to(device, non_blocking=on_gpu) for x in (src, tgt))  # does not wait
+        for p, gradient in zip(weights, gradients):
+            p.grad = gradient
+        src, tgt = (x.to(device, non_blocking=on_cuda) for x in (src, tgt))
         tokens = (tgt[:, 1:] != PAD).sum()
         count = tokens if cfg.loss_per == "token" else torch.full_like(tokens, len(tgt))
         loss = torch.zeros((), device=device)
@@ -237,7 +239,7 @@ def make_train_step(model, cfg, optimizer=None):
         for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # micro-batch k: rows k, k + n, ...
             loss += forward_backward(src[k::n], tgt[k::n], 1 / count)
         if WORLD_SIZE > 1:
-            for x in (loss, *(p.grad for p in weights)):
+            for x in (loss, *gradients):
                 dist.all_reduce(x)  # a sum: 1 / count already divides by the whole batch
         if cfg.clip:
             nn.utils.clip_grad_norm_(weights, cfg.clip)
@@ -249,7 +251,7 @@ def make_train_step(model, cfg, optimizer=None):
 
 
 def summed_loss(logits, y, smoothing=0.0):
-    """Cross-entropy of the targets y (B,T), summed over all tokens but padding, in float32."""
+    """Cross-entropy of the targets y (B,T), summed over all tokens but padding, not in bf16."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
     options = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
     return F.cross_entropy(logits, y.flatten(), **options)
@@ -257,8 +259,8 @@ def summed_loss(logits, y, smoothing=0.0):
 
 @torch.no_grad()
 def greedy(model, src, max_len):
-    """Greedy decoding: token ids (B,T), PAD after EOS; max_len is an int, or one per sentence.
-    Leaves the model in eval mode, as do beam, align, translate and mean_loss."""
+    """Greedy decoding of src (B,S): token ids (B,T) with EOS, then PAD; max_len is an int, or one
+    per sentence. Leaves the model in eval mode, as do beam, align, translate and mean_loss."""
     model.eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))
     T = int(limit.max())
@@ -280,14 +282,14 @@ def greedy(model, src, max_len):
     eos_before = (out == EOS).cumsum(1) - (out == EOS).int()  # how many EOS precede each word
     too_long = torch.arange(T, device=src.device) >= limit.unsqueeze(1)
     out = out.masked_fill((eos_before > 0) | too_long, PAD)
-    return out[:, (out != PAD).any(0)]
+    return out[:, (out != PAD).any(0)]  # without columns of padding
 
 
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search by log p. No hypothesis displaces one that has ended, so the beam shrinks; the
-    finished ones, or all if there are none, are ranked by log p / ((5 + |y|) / 6)^penalty, as in
-    GNMT (Wu et al. 2016). Overwrites the logits that model.step returns."""
+    """Beam search with K hypotheses per sentence; returns the best, like greedy. A hypothesis that
+    has ended keeps its place, so the beam shrinks. The best has EOS, if any has, and the highest
+    log p / ((5 + |y|) / 6)^penalty (GNMT, Wu et al. 2016). Overwrites the logits of model.step."""
     if K == 1:
         return greedy(model, src, max_len)
     model.eval()
@@ -296,7 +298,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)
     left = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
     T = int(left.max())
-    only_first = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)
+    only_first = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)  # of K candidates
     memory = model.encode(src)  # equal for the K rows of a sentence, so it is never reordered
     state = model.init_state(memory, T)
 
@@ -304,13 +306,13 @@ def beam(model, src, max_len, K, penalty=0.0):
         logits, state = model.step(y, state, memory)
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
-        words = logits.topk(min(K, logits.size(1) - 1)).indices  # a row contributes at most K
+        words = logits.topk(min(K, logits.size(1) - 1)).indices  # faster than topk of float32
         log_p = log_p.gather(1, words)  # (BK,K), or (BK,V-1) if K is larger
         ended = (left == 0).unsqueeze(1)
-        words = words.masked_fill(ended, PAD)  # after the end only PAD, once, which costs nothing
-        log_p = torch.where(ended, only_first[: words.size(1)], log_p)
+        words = words.masked_fill(ended, PAD)  # an ended hypothesis has one candidate, PAD,
+        log_p = torch.where(ended, only_first[: words.size(1)], log_p)  # with log p = 0
         total = score.view(-1, 1) + log_p
-        keeps_place = ended & total.isfinite()  # the ended hypotheses
+        keeps_place = ended & total.isfinite()  # that candidate
         index = total.masked_fill(keeps_place, torch.inf).view(B, -1).topk(K).indices  # (B,K)
         score = total.view(B, -1).gather(1, index)
         rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
@@ -337,7 +339,7 @@ def beam(model, src, max_len, K, penalty=0.0):
 
 @torch.no_grad()
 def align(model, src, tgt):
-    """alpha (B,T,S) of given targets, in one teacher-forced pass."""
+    """alpha (B,T,S) of given translations tgt (B,T+1), by teacher forcing."""
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
@@ -370,7 +372,7 @@ def translate(model, sentences, vocabularies):
 
 
 def alignments(model, pairs, vocabularies):
-    """One alpha per pair: a row per target word, a column per source word, EOS last in both."""
+    """A numpy array per pair: a row per target word, a column per source word, EOS last in both."""
     alphas = {}
     for rows, src, tgt in inference_batches(model, pairs, vocabularies):
         S, T = ((x != PAD).sum(1).tolist() for x in (src, tgt[:, 1:]))
@@ -407,7 +409,8 @@ def load(path, device="cpu", **flags):
 
 
 def train(out, corpus, model, saved):
-    """Trains until --steps. Writes model.pt (best or averaged weights) and last.pt (to resume)."""
+    """Trains until cfg.steps and returns the log; saved is the content of last.pt, or {}.
+    Writes model.pt (best or averaged weights), last.pt (to resume) and log.jsonl."""
     cfg = model.cfg
     optimizer = make_optimizer(model, cfg)
     about = dict(script=Path(__file__).stem, config=vars(cfg)) | corpus.to_save()
@@ -439,11 +442,11 @@ def train(out, corpus, model, saved):
         losses = []
         if not math.isfinite(loss + valid_loss):
             raise data.InputError(f"step {update}: loss is not finite; --resume with a lower --lr")
-        line = dict(step=update, loss=loss, valid_loss=valid_loss, tokens=tokens)
-        log.append(line | dict(seconds=time.perf_counter() - start))
+        entry = dict(step=update, loss=loss, valid_loss=valid_loss, tokens=tokens)
+        log.append(entry | dict(seconds=time.perf_counter() - start))
         snapshot = {key: x.to("cpu", copy=True) for key, x in model.state_dict().items()}
         snapshots = [*snapshots, snapshot][-cfg.average :]
-        if cfg.average > 1 or valid_loss == min(entry["valid_loss"] for entry in log):
+        if cfg.average > 1 or valid_loss == min(x["valid_loss"] for x in log):
             mean = {key: sum(s[key] for s in snapshots) / len(snapshots) for key in snapshot}
             save(out / "model.pt", about | dict(model=mean))
         state = dict(log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
@@ -514,7 +517,6 @@ def inference_command(args, flags, device):
 
 
 def main(argv=None):
-    """The command line."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
     torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
@@ -547,14 +549,14 @@ def bf16_copy(model):
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return model
-    if torch.backends.cudnn.version() >= 91300:  # cuDNN has recurrent networks in bf16, so let
-        torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)  # nn.LSTM flatten its weights
+    if torch.backends.cudnn.version() >= 91300:  # cuDNN has bf16 RNNs; flatten their weights for it
+        torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)
     return copy.deepcopy(model).bfloat16()
 
 
 @torch.no_grad()
 def copy_weights(model, net):
-    """Gives net, the copy of the model, the current weights."""
+    """Copies the weights of the model into net, its bf16 copy; does nothing if net is the model."""
     torch._foreach_copy_(list(net.parameters()), list(model.parameters()))
 
 
@@ -562,21 +564,21 @@ def move_gradients(net, model, add):
     """Adds the bf16 gradients of net to the float32 ones of the model, or replaces them."""
     if net is not model:
         pairs = zip(model.parameters(), net.parameters())
-        old, new = zip(*((p.grad, q.grad) for p, q in pairs if q.grad is not None))  # None: frozen
+        used = [(p.grad, q.grad) for p, q in pairs if q.grad is not None]  # not frozen
         move = torch._foreach_add_ if add else torch._foreach_copy_  # the second is faster
-        move(old, new)
+        move(*zip(*used))
         net.zero_grad()
 
 
 def compile_parts(net):
     """Compiles the modules listed in COMPILED and the loss; returns the compiled loss."""
-    from torch._inductor.config import triton
-    from torch.fx.experimental import _config as shapes
+    from torch._inductor import config as inductor
+    from torch.fx.experimental import _config as symbolic_shapes
 
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # nothing a user can change
-    shapes.use_duck_shape = False  # so that the first batch with S = T does not recompile
-    if hasattr(triton, "mix_order_reduction"):  # not in torch 2.6
-        triton.mix_order_reduction = False  # it slows the Transformer down on an H200
+    symbolic_shapes.use_duck_shape = False  # so that the first batch with S = T does not recompile
+    if hasattr(inductor.triton, "mix_order_reduction"):  # not in torch 2.6
+        inductor.triton.mix_order_reduction = False  # it slows LayerNorm down on an H200
     for part in net.modules():
         if isinstance(part, COMPILED):
             part.compile(dynamic=True)  # one compilation for all shapes
@@ -584,7 +586,8 @@ def compile_parts(net):
 
 
 def graphed(function, device, eager_calls=0):
-    """On CUDA, function recorded once per input shape and replayed later; elsewhere function."""
+    """On CUDA, records the kernels that function launches, once per combination of input shapes,
+    and replays them later; elsewhere returns function. eager_calls are not recorded."""
     if device.type != "cuda":
         return function
     graphs = {}  # input shapes -> graph, its input buffers, its output
@@ -606,7 +609,7 @@ def graphed(function, device, eager_calls=0):
             # modules run eagerly where they would recompile, because that cannot be recorded.
             with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
                 graph.capture_begin(pool, "relaxed")  # allows kernels to be loaded meanwhile
-                output = function(*buffers)
+                output = function(*buffers)  # recorded, not computed
                 graph.capture_end()
             graphs[shapes] = graph, buffers, output
         graph, buffers, output = graphs[shapes]

@@ -1,28 +1,31 @@
-"""The comparison in docs/speed.md: these scripts and their alternatives, in one run on one GPU.
+"""Measures the tables of docs/speed.md on one idle GPU and writes docs/runs/speed.jsonl.
 
-python docs/make/compare.py
+python docs/make/compare.py          measure everything: about 15 minutes on an H200
+python docs/make/compare.py tables   print the tables of the log as Markdown
 
-Random batches of one shape; figures are medians after warm-up, of 20 training steps or 5 calls.
-The alternatives train with bf16 autocast and fused Adam, and decode with bf16 weights. Ours train
-and decode in bf16, with the optimizer of their papers. Gradients are clipped where ours are: not in
-the Transformers. Compiled means torch.compile of the model and its loss, in the default mode and
-with CUDA graphs (mode="reduce-overhead"). cuDNN's recurrent networks are not compiled, because
-torch.compile does not fuse them. Hugging Face's Marian is included if transformers is installed.
-Needs an otherwise idle machine.
+All Transformers have the base size and, unless called "as it comes", the dropout of the paper: on
+embeddings and sublayer outputs, not on attention weights or inside the feed-forward network. They
+train with label smoothing 0.1 and without clipping. The alternatives compute under bf16 autocast,
+update with fused Adam and decode with bf16 weights. Hugging Face's Marian needs transformers.
 """
 
+import datetime
 import gc
+import importlib.metadata
+import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from functools import partial
-from itertools import product
+from itertools import islice
 from pathlib import Path
 
-# An empty cache for torch.compile, so that the figures do not depend on what was compiled before.
+# An empty cache for torch.compile, so that figures do not depend on what was compiled before.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 
 import torch
@@ -30,12 +33,20 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
+
+from grammar import generate
 
 import bahdanau
+import data
 import luong
 import seq2seq_lstm
 import transformer
 from data import BOS, EOS, PAD
+
+LOG = Path(__file__).resolve().parents[1] / "runs" / "speed.jsonl"
+LAYERS = 6  # of the Transformers
+LIMIT = 180  # seconds after which a contestant is stopped if it has not made 100 steps
 
 
 def random_batch(B, S, T, V):
@@ -59,49 +70,57 @@ def milliseconds(function, repeats=20, warm_up=6):
     return statistics.median(times)
 
 
-# ---- training: each function returns one training step ------------------------------------------
-def ours(script, src, tgt, V, **flags):
+# ---- contestants: each function takes V and returns a training step ------------------------------
+def ours(script, V, **flags):
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in main of the scripts
     cfg = script.Config.paper(src_vocab=V, tgt_vocab=V, **flags)
-    train_step = script.make_train_step(script.Model(cfg).cuda(), cfg)
-    return lambda: train_step(src, tgt)
+    return script.make_train_step(script.Model(cfg).cuda(), cfg)
 
 
-def alternative(model, src, tgt, mode=None, clip=False):
-    """A training step of a module that is called with src and tgt_in and returns logits."""
+def alternative(make_model, V, clip=0.0, smoothing=0.1, **compile_options):
+    """make_model(V) makes a module that is called with src and tgt_in and returns logits."""
     torch.backends.cuda.enable_cudnn_sdp(True)  # torch's default
-    model = model.cuda().train()
+    model = make_model(V).cuda().train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
 
     def loss(src, tgt):
         with torch.autocast("cuda", torch.bfloat16):
-            logits = model(src, tgt[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), tgt[:, 1:].flatten())
+            logits = model(src, tgt[:, :-1]).flatten(0, 1).float()
+        options = dict(ignore_index=PAD, label_smoothing=smoothing)
+        return F.cross_entropy(logits, tgt[:, 1:].flatten(), **options)
 
-    if mode:
-        loss = torch.compile(loss, mode=mode)
+    if compile_options:
+        loss = torch.compile(loss, **compile_options)
 
-    def train_step():
+    def train_step(src, tgt):
+        src, tgt = (x.cuda(non_blocking=True) for x in (src, tgt))
         optimizer.zero_grad()
         loss(src, tgt).backward()
         if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
     return train_step
 
 
 class TorchTransformer(nn.Module):
-    """torch.nn.Transformer at the base size, with one embedding matrix."""
+    """torch.nn.Transformer with one embedding matrix."""
 
-    def __init__(self, V):
+    def __init__(self, V, paper_dropout=True):
         super().__init__()
         self.E = nn.Embedding(V, 512)
         self.positions = nn.Parameter(torch.randn(512, 512))
-        self.transformer = nn.Transformer(512, 8, 6, 6, 2048, 0.1, batch_first=True)
+        self.drop = nn.Dropout(0.1)
+        self.transformer = nn.Transformer(512, 8, LAYERS, LAYERS, 2048, 0.1, batch_first=True)
+        if paper_dropout:
+            for part in self.transformer.modules():
+                if isinstance(part, nn.MultiheadAttention):
+                    part.dropout = 0.0
+                elif isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+                    part.dropout = nn.Identity()  # the one inside the feed-forward network
 
     def embed(self, words):
-        return self.E(words) * math.sqrt(512) + self.positions[: words.size(1)]
+        return self.drop(self.E(words) * math.sqrt(512) + self.positions[: words.size(1)])
 
     def forward(self, src, tgt_in):
         padding = src == PAD
@@ -112,18 +131,20 @@ class TorchTransformer(nn.Module):
 
 
 class Marian(nn.Module):
-    """Hugging Face's MarianMTModel at the base size."""
+    """Hugging Face's MarianMTModel."""
 
     def __init__(self, V):
         super().__init__()
         from transformers import MarianConfig, MarianMTModel
 
-        sizes = dict(d_model=512, encoder_layers=6, decoder_layers=6, dropout=0.1)
+        sizes = dict(d_model=512, encoder_layers=LAYERS, decoder_layers=LAYERS)
         sizes |= dict(encoder_attention_heads=8, decoder_attention_heads=8)
         sizes |= dict(encoder_ffn_dim=2048, decoder_ffn_dim=2048, activation_function="relu")
+        dropout = dict(dropout=0.1, attention_dropout=0.0, activation_dropout=0.0)
         tokens = dict(pad_token_id=PAD, eos_token_id=EOS, decoder_start_token_id=BOS)
         options = dict(scale_embedding=True, forced_eos_token_id=None)
-        self.model = MarianMTModel(MarianConfig(vocab_size=V, **sizes, **tokens, **options))
+        config = MarianConfig(vocab_size=V, **sizes, **dropout, **tokens, **options)
+        self.model = MarianMTModel(config)
 
     def forward(self, src, tgt_in):
         inputs = dict(input_ids=src, attention_mask=(src != PAD).long(), decoder_input_ids=tgt_in)
@@ -133,7 +154,7 @@ class Marian(nn.Module):
 class Recurrent(nn.Module):
     """cuDNN's recurrent networks and the output layer, without attention."""
 
-    def __init__(self, V, rnn, emb, hidden, layers, bidirectional=False):
+    def __init__(self, rnn, emb, hidden, layers, bidirectional, V):
         super().__init__()
         self.E_x = nn.Embedding(V, emb)
         self.E_y = nn.Embedding(V, emb)
@@ -147,135 +168,200 @@ class Recurrent(nn.Module):
         return self.W(s + 0 * h[:, :1, : s.size(-1)])  # so that backward includes the encoder
 
 
-def compare_training(work, shape, contestants):
-    """Prints one line per contestant; ours comes first."""
-    B, S, T, V = shape
-    src, tgt = random_batch(*shape)
-    print(f"\n{work}, B = {B}, S = {S}, T = {T}, V = {V:,}")
-    speeds = []
-    for name, make in contestants.items():
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.compiler.reset()
-        torch.cuda.reset_peak_memory_stats()
-        try:
-            time = milliseconds(make(src, tgt, V))
-        except ImportError as error:
-            print(f"    {name:32} skipped: {error}")
-            continue
-        speeds.append(B * (S + T) / time)
-        gib = torch.cuda.max_memory_allocated() / 2**30
-        ratio = speeds[0] / speeds[-1]
-        line = f"{speeds[-1]:8,.0f} thousand tokens/s {gib:6.1f} GiB, ours / this {ratio:.2f}"
-        print(f"    {name:32} {line}", flush=True)
+GRAPHS = dict(mode="reduce-overhead")  # CUDA graphs
+OWN_DROPOUT = partial(TorchTransformer, paper_dropout=False)
+GRUS = partial(Recurrent, nn.GRU, 620, 1000, 1, True)
+LSTMS = partial(Recurrent, nn.LSTM, 1000, 1000, 4, False)
+PLAIN = dict(clip=1.0, smoothing=0.0)  # as in the papers of the recurrent models
+TRAINING = {  # work -> (B, S = T, V) and contestants
+    "Transformer base": ((256, 64, 32000), {
+        "ours": partial(ours, transformer, layers=LAYERS),
+        "ours, `--no-compile`": partial(ours, transformer, layers=LAYERS, compile=False),
+        "`torch.nn.Transformer`": partial(alternative, TorchTransformer),
+        "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, mode="default"),
+        "… with CUDA graphs": partial(alternative, TorchTransformer, **GRAPHS),
+        "… and its own dropout": partial(alternative, OWN_DROPOUT, **GRAPHS),
+        "Hugging Face Marian": partial(alternative, Marian),
+        "Hugging Face Marian, compiled with CUDA graphs": partial(alternative, Marian, **GRAPHS),
+    }),
+    "RNNsearch": ((80, 50, 30000), {
+        "ours": partial(ours, bahdanau),
+        "cuDNN GRUs and the output layer, no attention": partial(alternative, GRUS, **PLAIN),
+    }),
+    "Luong, global attention, input feeding, 4 × 1000": ((128, 50, 50000), {
+        "ours": partial(ours, luong, attention="global"),
+        "cuDNN LSTMs and the output layer, no attention": partial(alternative, LSTMS, **PLAIN),
+    }),
+    "Seq2Seq, 4 × 1000": ((128, 50, 80000), {
+        "ours": partial(ours, seq2seq_lstm),
+        "cuDNN LSTMs and the output layer": partial(alternative, LSTMS, **PLAIN),
+    }),
+}  # fmt: skip
+MIXED = {
+    "ours": partial(ours, transformer, layers=LAYERS),
+    "`torch.nn.Transformer`": partial(alternative, TorchTransformer),
+    "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, mode="default"),
+    "… with `dynamic=True`": partial(alternative, TorchTransformer, dynamic=True),
+    "… with CUDA graphs": partial(alternative, TorchTransformer, **GRAPHS),
+    "… with CUDA graphs and `dynamic=True`": partial(
+        alternative, TorchTransformer, dynamic=True, **GRAPHS
+    ),
+}
 
 
-# ---- greedy decoding: no translation ends early --------------------------------------------------
-def compare_decoding(V=32000, S=32, T=64):
-    model = transformer.Model(transformer.Config.paper(src_vocab=V, tgt_vocab=V)).cuda()
+# ---- measurements: each yields entries of the log ------------------------------------------------
+def training():
+    """Random batches of one shape."""
+    for work, ((B, T, V), contestants) in TRAINING.items():
+        batch = random_batch(B, T, T, V)
+        for name, make in contestants.items():
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.compiler.reset()
+            speed = 2 * B * T / milliseconds(partial(make(V), *batch))
+            shape = f"B = {B}, S = T = {T}, V = {V:,}"
+            yield dict(table="training", work=work, shape=shape, name=name, speed=speed)
+
+
+def mixed_lengths(name, V=32000):
+    """Random words in sentences of 3 to 100 words, in batches of at most 60,000 tokens."""
+    rng = torch.Generator().manual_seed(0)
+    words = [f"w{i}" for i in range(V - len(data.SPECIALS))]
+    vocabulary = data.Vocabulary(data.SPECIALS + words)
+    pairs = []
+    for english, french, _ in generate(20000, "train", max_len=100):
+        lengths = len(english.split()), len(french.split())
+        ids = [torch.randint(len(words), (n,), generator=rng).tolist() for n in lengths]
+        pairs.append([[words[i] for i in side] for side in ids])
+    bitext = data.Bitext(pairs, [vocabulary] * 2)
+    arrays = islice(bitext.batches(60000, 60000, seed=1), 300)
+    batches = [[torch.from_numpy(x) for x in batch] for batch in arrays]
+    shapes = [tuple(x.shape for x in batch) for batch in batches]
+    torch.manual_seed(0)
+    step = MIXED[name](V)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for n, batch in enumerate(batches[:100], 1):
+        step(*batch)
+        if time.perf_counter() - start > LIMIT:
+            return dict(steps=n, seconds=time.perf_counter() - start, speed=None)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    rest = {shape: batch for shape, batch in zip(shapes, batches) if shape not in shapes[:100]}
+    for batch in rest.values():
+        step(*batch)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for batch in batches[:100]:
+        step(*batch)
+    torch.cuda.synchronize()
+    tokens = sum((x != PAD).sum().item() for batch in batches[:100] for x in batch)
+    speed = tokens / (time.perf_counter() - start) / 1000
+    return dict(steps=100, seconds=seconds, speed=speed, shapes=len(set(shapes)))
+
+
+def mixed():
+    """Every contestant in a process of its own, whose compilation cache is empty."""
+    for name in MIXED:
+        command = [sys.executable, __file__, "mixed", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        yield dict(table="mixed", name=name, **json.loads(done.stdout.splitlines()[-1]))
+
+
+def decoding(V=32000, S=32, T=64):
+    """Greedy decoding of the Transformer base model; no translation ends early."""
+    cfg = transformer.Config.paper(src_vocab=V, tgt_vocab=V, layers=LAYERS)
+    model = transformer.bf16_copy(transformer.Model(cfg).cuda())
     nn.init.zeros_(model.E_y.weight[EOS].detach())  # its logit is 0, never the largest
-    model = transformer.bf16_copy(model)
-    contestants = {"ours": lambda src: transformer.greedy(model, src, T)}
-    try:
-        marian = Marian(V).model.cuda().eval().to(torch.bfloat16)
-        options = dict(num_beams=1, do_sample=False, min_new_tokens=T, max_new_tokens=T)
-        contestants["Hugging Face Marian, generate"] = lambda src: marian.generate(
-            input_ids=src, attention_mask=torch.ones_like(src), **options
-        )
-    except ImportError as error:
-        print(f"\nHugging Face Marian skipped: {error}")
-    plain = TorchTransformer(V).cuda().eval().to(torch.bfloat16)
+    marian = Marian(V).model.cuda().eval().bfloat16()
+    options = dict(num_beams=1, do_sample=False, min_new_tokens=T, max_new_tokens=T)
+    plain = TorchTransformer(V).cuda().eval().bfloat16()
+
+    def generate(src):
+        marian.generate(input_ids=src, attention_mask=torch.ones_like(src), **options)
 
     def without_cache(src):
         y = torch.full_like(src[:, :1], BOS)
         for _ in range(T):
             y = torch.cat([y, plain(src, y)[:, -1:].argmax(-1)], 1)
 
-    contestants["torch.nn.Transformer, no cache"] = without_cache
-    for B in (1, 64, 512):
-        src, _ = random_batch(B, S, 1, V)
-        print(f"\nTransformer base, greedy decoding of {T} words, B = {B}, S = {S}")
+    contestants = {
+        "ours": lambda src: transformer.greedy(model, src, T),
+        "Hugging Face Marian, `generate`": generate,
+        "`torch.nn.Transformer`, no cache": without_cache,
+    }
+    for name, decode in contestants.items():
         speeds = []
-        for name, decode in contestants.items():
+        for B in (1, 64, 512):
+            src, _ = random_batch(B, S, 1, V)
             with torch.inference_mode():
-                time = milliseconds(lambda decode=decode, src=src: decode(src), 5, 2)
-            speeds.append(1000 * B / time)
-            line = f"{speeds[-1]:8,.1f} sentences/s, ours / this {speeds[0] / speeds[-1]:.1f}"
-            print(f"    {name:32} {line}", flush=True)
+                speeds.append(1000 * B / milliseconds(partial(decode, src), 5, 2))
+        yield dict(table="decoding", name=name, speeds=speeds)
 
 
-OUTPUT = {transformer: "E_y", bahdanau: "W_o", luong: "W_s", seq2seq_lstm: "W"}  # output layers
-
-
-def our_decoding(S=32, T=64):
-    """Prints the milliseconds of greedy and beam search in all four scripts."""
-    print(f"\nOurs at the papers' sizes, V = 30,000, S = {S}, {T} words, milliseconds per batch")
-    for script, name in OUTPUT.items():
-        model = script.Model(script.Config.paper(src_vocab=30000, tgt_vocab=30000)).cuda()
-        nn.init.zeros_(getattr(model, name).weight[EOS].detach())
-        net = script.bf16_copy(model)
+def our_decoding(V=30000, S=32, T=64):
+    """Greedy decoding and a beam of five in all four scripts; no translation ends early."""
+    output = {transformer: "E_y", bahdanau: "W_o", luong: "W_s", seq2seq_lstm: "W"}
+    for script, layer in output.items():
+        model = script.bf16_copy(script.Model(script.Config.paper(src_vocab=V, tgt_vocab=V)).cuda())
+        nn.init.zeros_(getattr(model, layer).weight[EOS].detach())
+        times = []
         for K in (1, 5):
-            times = []
             for B in (1, 64, 512):
-                src, _ = random_batch(B, S, 1, 30000)
-                decode = partial(script.beam, net, src, T, K, 0.6)
-                times.append(milliseconds(decode, 5, 2))
-            line = ", ".join(f"{time:.0f}" for time in times)
-            print(f"    {script.__name__:32} K = {K}, B = 1, 64, 512: {line}", flush=True)
+                src, _ = random_batch(B, S, 1, V)
+                times.append(milliseconds(partial(script.beam, model, src, T, K, 0.6), 5, 2))
+        yield dict(table="scripts", name=f"`{script.__name__}.py`", milliseconds=times)
+
+
+# ---- the tables of docs/speed.md -----------------------------------------------------------------
+def tables(log):
+    """The lines of the tables, as Markdown."""
+    rows = {name: [] for name in ("training", "mixed", "decoding", "scripts")}
+    for entry in log[1:]:
+        name, speed = entry["name"], entry.get("speed")
+        if entry["table"] == "training":
+            if name == "ours":
+                ours = speed
+                rows["training"].append(f"**{entry['work']}**, {entry['shape']} | | ")
+            cells = [name, f"{speed:,.0f}", f"{ours / speed:.2f}"]
+        elif entry["table"] == "mixed":
+            stopped = f" (stopped after {entry['steps']} steps)" if speed is None else ""
+            cells = [name, f"{entry['seconds']:.0f} s{stopped}", f"{speed:,.0f}" if speed else ""]
+        elif entry["table"] == "decoding":
+            cells = [name, *(f"{x:.1f}" if x < 10 else f"{x:,.0f}" for x in entry["speeds"])]
+        else:
+            times = [f"{x:.0f}" for x in entry["milliseconds"]]
+            cells = [name, " / ".join(times[:3]), " / ".join(times[3:])]
+        rows[entry["table"]].append(" | ".join(cells))
+    heads = dict(
+        training="training | thousand tokens/s | ours / this",
+        mixed="mixed lengths | until step 100 | thousand tokens/s after that",
+        decoding="greedy decoding, sentences/s | B = 1 | B = 64 | B = 512",
+        scripts="milliseconds, B = 1 / 64 / 512 | greedy | beam of five",
+    )
+    for table, head in heads.items():
+        yield from [f"| {row} |" for row in (head, head.count("|") * "---|" + "---", *rows[table])]
 
 
 def main():
     warnings.filterwarnings("ignore")
+    if sys.argv[1:] == ["tables"]:
+        print(*tables([json.loads(line) for line in LOG.open()]), sep="\n")
+        return
+    if sys.argv[1:2] == ["mixed"]:
+        print(json.dumps(mixed_lengths(sys.argv[2])))
+        return
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    lstm = (nn.LSTM, 1000, 1000, 4)
-    contestants = {
-        "ours": lambda *batch: ours(transformer, *batch),
-        "ours, --no-compile": lambda *batch: ours(transformer, *batch, compile=False),
-    }
-    modes = {"": None, ", compiled": "default", ", reduce-overhead": "reduce-overhead"}
-    for (name, model), (suffix, mode) in product(
-        {"torch.nn.Transformer": TorchTransformer, "Hugging Face Marian": Marian}.items(),
-        modes.items(),
-    ):
-        contestants[name + suffix] = lambda src, tgt, V, model=model, mode=mode: alternative(
-            model(V), src, tgt, mode
-        )
-    compare_training("Transformer base", (256, 64, 64, 32000), contestants)
-    compare_training(
-        "RNNsearch",
-        (80, 50, 50, 30000),
-        {
-            "ours": lambda *batch: ours(bahdanau, *batch),
-            "cuDNN GRUs, no attention": lambda src, tgt, V: alternative(
-                Recurrent(V, nn.GRU, 620, 1000, 1, bidirectional=True), src, tgt, clip=True
-            ),
-        },
-    )
-    compare_training(
-        "Luong, global general, input feeding, 4 x 1000",
-        (128, 50, 50, 50000),
-        {
-            "ours": lambda *batch: ours(luong, *batch, attention="global"),
-            "cuDNN LSTMs, no attention": lambda src, tgt, V: alternative(
-                Recurrent(V, *lstm), src, tgt, clip=True
-            ),
-        },
-    )
-    compare_training(
-        "Seq2Seq, 4 x 1000",
-        (128, 50, 50, 80000),
-        {
-            "ours": lambda *batch: ours(seq2seq_lstm, *batch),
-            "cuDNN LSTMs": lambda src, tgt, V: alternative(
-                Recurrent(V, *lstm), src, tgt, clip=True
-            ),
-        },
-    )
-    gc.collect()
-    torch.cuda.empty_cache()
-    compare_decoding()
-    our_decoding()
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    machine = dict(gpu=torch.cuda.get_device_name(), cudnn=torch.backends.cudnn.version())
+    log = [dict(table="about", date=str(datetime.date.today()), **machine, **versions)]
+    for measure in (training, mixed, decoding, our_decoding):
+        for entry in measure():
+            log.append(entry)
+            print(json.dumps(entry), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    LOG.write_text("".join(json.dumps(entry) + "\n" for entry in log))
 
 
 if __name__ == "__main__":

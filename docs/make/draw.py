@@ -212,7 +212,8 @@ def train(script, pairs):
     cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
     torch.manual_seed(cfg.seed)
     model = script.Model(cfg)
-    train_step = script.make_train_step(model, cfg)
+    optimizer = script.make_optimizer(model, cfg)
+    train_step = script.make_train_step(model, cfg, optimizer)
     steps = [n for n in RECORDED if n < cfg.steps] + [cfg.steps]
     frames = []
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed)
@@ -226,6 +227,7 @@ def train(script, pairs):
         if n == cfg.steps:
             return steps, frames
         torch.manual_seed(hash((cfg.seed, 0, n + 1)))  # as in script.train
+        optimizer.param_groups[0]["lr"] = script.learning_rate(cfg, n + 1)
         train_step(*map(torch.from_numpy, batch))
 
 

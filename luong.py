@@ -19,22 +19,17 @@ arXiv 1508.04025
     python luong.py --medium --train train.en train.fr --valid dev.en dev.fr --out runs/fr
 
 Deviations from the paper
-- s counts from 1 to S in sentence order, EOS included; the authors' code leaves EOS out. p_t is a
-  real number, so a local-p window covers 2D words, not 2D + 1. The location score works only with
-  global attention. Its scores beyond the sentence are masked before the softmax; the paper cuts the
-  weights after it (footnote 6).
-- The model's alpha is a_t scaled to sum to 1, for the predicted word y_t. The authors read a_t as
-  the alignment of the input word y_{t-1}, except with the location score (footnote 14). concat
-  learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
+- Positions s count from 1 to S, EOS included; the authors' code leaves EOS out.
+- p_t is a real number, so a local-p window covers 2D words, not 2D + 1. In local-m, p_t <= S.
+- alpha is a_t rescaled to sum to 1, for the alignment of y_t; theirs is of y_{t-1} (footnote 14).
+- The location score needs global attention, and masks positions beyond the sentence (footnote 6).
+- concat learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
 - The decoder's LSTMs have biases, as in Zaremba et al., whom the paper cites; the encoder's have
   none, as in the authors' code, so that zero padding leaves a zero state unchanged.
-- Where the paper is silent, we use beam 10, which shrinks as hypotheses end, 0 to n + 50 words for
-  n source words, the best validation loss, and p_t = S for t > S in local-m. The authors' code also
-  clamps p_t, but its beam does not shrink, and it allows 0.5n to 1.5n words. --replace-unk has no
-  dictionary. Single models only: BLEU 23.0 is an ensemble's. On CUDA, bf16 is used for speed.
-- The schedule stretches the paper's 12 epochs (10 without dropout) over --steps.
-- Without --paper: smaller, one layer, Adam, label smoothing, global attention; --medium has input
-  feeding and the dot score.
+- Dropout also acts before the softmax. The clipped norm includes embeddings; the authors' does not.
+- Where the paper is silent: beam 10, which shrinks as hypotheses end, 0 to n + 50 words for n
+  source words, the best validation loss. --replace-unk has no dictionary. bf16 on CUDA, for speed.
+- Without --paper: one small layer, Adam, label smoothing, global attention; see --help.
 """
 
 import copy
@@ -629,7 +624,7 @@ def inference_command(args, flags, device):
 
 def main(argv=None):
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
-    torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
+    torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)

@@ -18,16 +18,18 @@ This model has no attention and therefore no alignment. The script draws gradien
 
 Deviations from the paper
 - The LSTMs are torch's. The encoder has no biases, so that zero padding leaves a zero state
-  unchanged. The paper gives no equations for its LSTM and cites Graves, whose LSTM has biases and
-  peephole connections. Dropout, if any, is on the inputs of both LSTMs and of the softmax.
+  unchanged; the decoder and the softmax have biases. The paper gives no equations for its LSTM and
+  cites Graves, whose LSTM has biases and peephole connections.
 - Figure 1 has one <EOS> input, between source and target. Here the source ends with <EOS>, which
   the encoder reads first, because the source is reversed, and the decoder starts from <s>, so that
   all four scripts use the same batches.
 - Single models only: the paper's BLEU 34.81 is from five models; its best single one has 30.59.
 - The schedule stretches the paper's 7.5 epochs over --steps. Sentences of more than 100 words are
-  skipped (--max-len). On CUDA, bf16 is used for speed. Where the paper is silent, a translation has
-  0 to n + 50 words for n source words, and the weights with the best validation loss are used.
-- Without --paper: smaller, one layer, Adam, label smoothing; with --medium also dropout.
+  skipped (--max-len). On CUDA, bf16 is used for speed. Where the paper is silent, the beam shrinks
+  when a hypothesis ends, a translation has 0 to n + 50 words for n source words, and the weights
+  with the best validation loss are used.
+- Without --paper: one layer of other sizes, Adam, label smoothing, the loss per token, and other
+  values in --help; with --medium also dropout on the inputs of the LSTMs and of the softmax.
 """
 
 import copy
@@ -518,7 +520,7 @@ def inference_command(args, flags, device):
 
 def main(argv=None):
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
-    torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
+    torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)

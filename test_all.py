@@ -644,6 +644,9 @@ def test_schedule(name):
             want_default = default.lr * min(n / 100, (751 - n) / 750)
         assert module.learning_rate(paper, n) == pytest.approx(want)
         assert module.learning_rate(default, n) == pytest.approx(want_default)
+    if name == "transformer":  # the peak of (3), for loops that do not set the rate
+        rate = module.make_optimizer(nn.Linear(1, 1), default).param_groups[0]["lr"]
+        assert rate == pytest.approx(module.learning_rate(default, 100) * 750 / 651)
 
 
 # The shapes of what dropout is applied to; S and T are those of random_batch(1), E, H and d_model
@@ -759,8 +762,8 @@ def test_decoding_stops(name, K):
 
     model.step = eos_from_second_step
     src, _ = random_batch(1)
-    tokens = module.beam(model, src, [8, 100, 100, 100], K)
-    assert tokens.size(1) == 8
+    tokens = module.beam(model, src, [16, 100, 100, 100], K)
+    assert tokens.size(1) == 16
     assert (tokens[1:, 1] == EOS).all()
     assert not tokens.is_inference()  # so that they can be trained on
     assert next(calls) < 50  # of 100
@@ -792,16 +795,21 @@ def test_train_step(name, accumulate, per, clip):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
 @each_script
 def test_frozen_parameters(name, device):
-    """A parameter that is frozen after decoding keeps its value in training; all others change."""
+    """A parameter frozen after decoding keeps its value; others change, also after zero_grad."""
     module, model = build(name)
     src, tgt = (x.to(device) for x in random_batch(1))
     module.translate(model.float().to(device), ["w4"], [data.Vocabulary(map(str, range(13)))] * 2)
     model.E_x.weight.requires_grad_(False)
     before = {key: x.clone() for key, x in model.state_dict().items()}
-    module.make_train_step(model, model.cfg)(src, tgt)
+    step = module.make_train_step(model, model.cfg)
+    step(src, tgt)
+    model.zero_grad()
+    middle = {key: x.clone() for key, x in model.state_dict().items()}
+    step(src, tgt)
     for key, x in model.state_dict().items():
         assert x.dtype == torch.float
         assert torch.equal(x, before[key]) == (key == "E_x.weight"), key
+        assert torch.equal(x, middle[key]) == (key == "E_x.weight"), key
 
 
 # ---- data.py: the built-in corpus, vocabularies, batches, scores, pictures ----------------------
@@ -1084,6 +1092,9 @@ def test_train_translate_align(name, folder):
     assert stdout.startswith("60 pairs (3 skipped), ")
     assert f"\nvalidation set: {scores}" in stdout
     soft = np.load("new/align.npz")
+    example = str(soft["source"][0]), str(soft["target"][0])
+    picture = data.heatmap(*example, soft["alpha_0"])
+    assert "\n{}\n{}\n\n{}\n\n".format(*example, picture) in stdout
     assert len(Path("new/align.txt").read_text().splitlines()) == len(soft["source"]) == 3
     before = contents()
     use = [name.split()[0], "--out", "new"]
@@ -1134,6 +1145,7 @@ def test_saved_weights(folder, monkeypatch):
 def test_flags(name):
     """Every field of Config is a flag in the group of its heading, and its comment the help."""
     text, _ = run(name, "--help")
+    assert "  --out DIR  " in text
     lines = inspect.getsource(script(name).Config).splitlines()
     heading = None
     for line in lines[: lines.index("    # fmt: on")]:
@@ -1160,8 +1172,11 @@ def test_output(folder, monkeypatch):
     first, _, empty, *rest = stdout.split("\n")
     assert (first, empty, len(rest)) == (want[1], "", 2)
     assert warning.startswith("unknown words (3): ")
-    _, (warning,) = run("bahdanau", "--translate", stdin=b"x he\nx")
-    assert warning.startswith("unknown words (1): x (")
+    _, (warning,) = run("bahdanau", "--translate", stdin=b"x he b1\nx a1")
+    assert warning.startswith("unknown words (3): x b1 a1 (")
+    assert run("bahdanau", "--translate", stdin=b"\n\n") == ("\n\n", [])
+    with mock.patch.object(data.itertools, "islice", side_effect=KeyboardInterrupt):
+        assert run("bahdanau", "--translate", status=130) == ("", [])  # no advice to resume
     _, (warning,) = run("bahdanau", "--test", *reversed(TEXT[4:]))  # swapped files
     assert "unknown words" in warning
     monkeypatch.setattr(os, "isatty", lambda _: True)
@@ -1268,7 +1283,7 @@ def test_checkpoints(folder):
     assert not Path("owned").exists()
 
 
-def test_steps(folder):
+def test_steps(folder, monkeypatch):
     """The logged loss is a mean over steps, each with its own dropout masks and learning rate."""
     pair = ["pair.en", "pair.fr"]
     for path, sentence in zip(pair, PAIRS[0]):
@@ -1277,13 +1292,17 @@ def test_steps(folder):
     command = [*small(text=text), "--dropout", 0.5]
     run(*command, "--out", "four")
     run(*command, "--out", "one", "--eval-every", 1)
-    run(*command, "--out", "still", "--eval-every", 1, "--lr", 0)
+    rate = torch.load("one/last.pt")["optimizer"]["param_groups"][0]["lr"]
+    assert rate == pytest.approx(0.2 / 8)  # the last step of a linear decay
+    monkeypatch.setattr(bahdanau, "learning_rate", lambda cfg, step: float(step == 8))
+    run(*command, "--out", "still", "--eval-every", 1)  # until the last step
     losses = [line["loss"] for line in read_log("one")[:-1]]
     for line, first in zip(read_log("four"), (0, 4)):
         assert line["loss"] == pytest.approx(np.mean(losses[first : first + 4]), abs=1e-6)
-    assert len({line["loss"] for line in read_log("still")[:-1]}) == 8
-    rate = torch.load("one/last.pt")["optimizer"]["param_groups"][0]["lr"]
-    assert rate == pytest.approx(0.2 / 8)  # the last step of a linear decay
+    still = read_log("still")[:-1]
+    assert len({line["loss"] for line in still}) == 8
+    *valid, last = [line["valid_loss"] for line in still]
+    assert {*valid} == {valid[0]} != {last}
 
 
 def test_torchrun_matches_one_process(folder):
@@ -1313,6 +1332,7 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
         "long: no words are left with --min-count 1 and --max-len 100",
     ),
     ("", "runs/bahdanau: holds a run; add --resume"),
+    (f"--out half --steps 1 {VALID} train.en train.fr", "half: holds a run; add --resume"),
     ("--resume --out nowhere", "No such file or directory: 'nowhere/last.pt'"),
     ("--translate --out nowhere", "No such file or directory: 'nowhere/model.pt'"),
     ("--translate --out runs/luong", "made by luong.py"),
@@ -1339,11 +1359,21 @@ def test_user_errors(flags, message, folder):
     Path("long").write_bytes(b"un " * 1001)
     Path("short").write_bytes(b"un\n")
     Path("latin1").write_bytes(b"un\n\xe9\n")
+    Path("half").mkdir()
+    Path("half/last.pt").touch()  # stopped before the first validation
     before = contents()
     command = flags if flags.startswith(tuple(SCRIPTS)) else f"bahdanau {flags}"
     _, (error,) = run(command, status=2)
     assert message in error
     assert contents() == before
+
+
+def test_device(monkeypatch):
+    """A device that this machine does not have is a user error."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"), redirect_stderr(io.StringIO()) as stderr:
+        bahdanau.main(["--device", "mps"])
+    assert "--device mps: not available on this machine" in stderr.getvalue()
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

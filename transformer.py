@@ -20,15 +20,16 @@ The alignment is the cross-attention of the last layer (see --align-layer), aver
 Deviations from the paper
 - Text is split only at spaces, so byte-pair units must be made beforehand. With 37,000 words, the
   base model has 63 million parameters; table 3 says 65.
-- Initialization, on which the paper is silent, is that of fairseq 0.10: embeddings N(0, 1/d_model),
-  attention Glorot (Q, K and V with gain 1/sqrt(2)), torch's default for the feed-forward network.
+- Initialization, on which the paper is silent, is that of fairseq 0.10: embeddings N(0, 1/d_model)
+  (ours also for PAD), attention Glorot (Q, K and V with gain 1/sqrt(2)), torch's default for the
+  feed-forward network.
 - The paper's batches of 25,000 source and 25,000 target tokens correspond to --batch-tokens 60000,
   which counts padding.
 - Sentences of more than 100 words are skipped. Averaged checkpoints are --eval-every steps apart,
   not 10 minutes. A finished hypothesis leaves the beam, which shrinks; tensor2tensor always extends
   K hypotheses. On CUDA, bf16 is used for speed.
 - Without --paper: smaller, and the learning rate also decays to 0. The default also has two
-  vocabularies and no dropout.
+  vocabularies and no dropout; --help lists all values.
 """
 
 import copy
@@ -618,7 +619,7 @@ def inference_command(args, flags, device):
 
 def main(argv=None):
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
-    torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM, and often on x86
+    torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)

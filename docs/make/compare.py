@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 # An empty cache for torch.compile, so that figures do not depend on what was compiled before.
@@ -46,7 +46,7 @@ from data import BOS, EOS, PAD
 
 LOG = Path(__file__).resolve().parents[1] / "runs" / "speed.jsonl"
 LAYERS = 6  # of the Transformers
-LIMIT = 180  # seconds after which a contestant is stopped if it has not made 100 steps
+LIMIT = 120  # seconds after which a contestant is stopped if it has not made 100 steps
 
 
 def random_batch(B, S, T, V):
@@ -178,11 +178,10 @@ TRAINING = {  # work -> (B, S = T, V) and contestants
         "ours": partial(ours, transformer, layers=LAYERS),
         "ours, `--no-compile`": partial(ours, transformer, layers=LAYERS, compile=False),
         "`torch.nn.Transformer`": partial(alternative, TorchTransformer),
-        "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, mode="default"),
-        "… with CUDA graphs": partial(alternative, TorchTransformer, **GRAPHS),
-        "… and its own dropout": partial(alternative, OWN_DROPOUT, **GRAPHS),
+        "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, **GRAPHS),
+        "the same with its own dropout": partial(alternative, OWN_DROPOUT, **GRAPHS),
         "Hugging Face Marian": partial(alternative, Marian),
-        "Hugging Face Marian, compiled with CUDA graphs": partial(alternative, Marian, **GRAPHS),
+        "Hugging Face Marian, compiled": partial(alternative, Marian, **GRAPHS),
     }),
     "RNNsearch": ((80, 50, 30000), {
         "ours": partial(ours, bahdanau),
@@ -200,12 +199,8 @@ TRAINING = {  # work -> (B, S = T, V) and contestants
 MIXED = {
     "ours": partial(ours, transformer, layers=LAYERS),
     "`torch.nn.Transformer`": partial(alternative, TorchTransformer),
-    "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, mode="default"),
-    "… with `dynamic=True`": partial(alternative, TorchTransformer, dynamic=True),
-    "… with CUDA graphs": partial(alternative, TorchTransformer, **GRAPHS),
-    "… with CUDA graphs and `dynamic=True`": partial(
-        alternative, TorchTransformer, dynamic=True, **GRAPHS
-    ),
+    "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, dynamic=None),
+    "the same with `dynamic=True`": partial(alternative, TorchTransformer, dynamic=True),
 }
 
 
@@ -243,8 +238,10 @@ def mixed_lengths(name, V=32000):
     start = time.perf_counter()
     for n, batch in enumerate(batches[:100], 1):
         step(*batch)
-        if time.perf_counter() - start > LIMIT:
-            return dict(steps=n, seconds=time.perf_counter() - start, speed=None)
+        seconds = time.perf_counter() - start
+        print(json.dumps(dict(steps=n, seconds=seconds, speed=None)), flush=True)
+        if seconds > LIMIT:
+            return
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     rest = {shape: batch for shape, batch in zip(shapes, batches) if shape not in shapes[:100]}
@@ -257,15 +254,25 @@ def mixed_lengths(name, V=32000):
     torch.cuda.synchronize()
     tokens = sum((x != PAD).sum().item() for batch in batches[:100] for x in batch)
     speed = tokens / (time.perf_counter() - start) / 1000
-    return dict(steps=100, seconds=seconds, speed=speed, shapes=len(set(shapes)))
+    print(json.dumps(dict(steps=100, seconds=seconds, speed=speed, shapes=len(set(shapes)))))
 
 
 def mixed():
-    """Every contestant in a process of its own, whose compilation cache is empty."""
-    for name in MIXED:
-        command = [sys.executable, __file__, "mixed", name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        yield dict(table="mixed", name=name, **json.loads(done.stdout.splitlines()[-1]))
+    """Every contestant in a process of its own, whose compilation cache is empty. The compiled ones
+    run side by side, because they spend their time in the compiler."""
+    first, eager, *compiled = MIXED
+    for names in ([first], [eager], compiled):
+        commands = [[sys.executable, __file__, "mixed", name] for name in names]
+        running = [subprocess.Popen(x, stdout=subprocess.PIPE, text=True) for x in commands]
+        for name, process in zip(names, running):
+            try:
+                printed, _ = process.communicate(timeout=LIMIT + 60)
+            except subprocess.TimeoutExpired:  # in the middle of a step
+                process.kill()
+                printed, _ = process.communicate()
+            none = json.dumps(dict(steps=0, seconds=LIMIT, speed=None))
+            *_, last = [none, *printed.splitlines()]
+            yield dict(table="mixed", name=name, **json.loads(last))
 
 
 def decoding(V=32000, S=32, T=64):
@@ -277,7 +284,7 @@ def decoding(V=32000, S=32, T=64):
     options = dict(num_beams=1, do_sample=False, min_new_tokens=T, max_new_tokens=T)
     plain = TorchTransformer(V).cuda().eval().bfloat16()
 
-    def generate(src):
+    def hugging_face(src):
         marian.generate(input_ids=src, attention_mask=torch.ones_like(src), **options)
 
     def without_cache(src):
@@ -287,7 +294,7 @@ def decoding(V=32000, S=32, T=64):
 
     contestants = {
         "ours": lambda src: transformer.greedy(model, src, T),
-        "Hugging Face Marian, `generate`": generate,
+        "Hugging Face Marian, `generate`": hugging_face,
         "`torch.nn.Transformer`, no cache": without_cache,
     }
     for name, decode in contestants.items():
@@ -349,19 +356,17 @@ def main():
         print(*tables([json.loads(line) for line in LOG.open()]), sep="\n")
         return
     if sys.argv[1:2] == ["mixed"]:
-        print(json.dumps(mixed_lengths(sys.argv[2])))
+        mixed_lengths(sys.argv[2])
         return
     torch.manual_seed(0)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     machine = dict(gpu=torch.cuda.get_device_name(), cudnn=torch.backends.cudnn.version())
-    log = [dict(table="about", date=str(datetime.date.today()), **machine, **versions)]
-    for measure in (training, mixed, decoding, our_decoding):
-        for entry in measure():
-            log.append(entry)
-            print(json.dumps(entry), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    LOG.write_text("".join(json.dumps(entry) + "\n" for entry in log))
+    about = dict(table="about", date=str(datetime.date.today()), **machine, **versions)
+    with LOG.open("w") as log:
+        for entry in chain([about], our_decoding(), decoding(), training(), mixed()):
+            line = json.dumps(entry, ensure_ascii=False)
+            print(line, flush=True)
+            print(line, file=log, flush=True)
 
 
 if __name__ == "__main__":

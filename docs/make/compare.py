@@ -270,9 +270,9 @@ def mixed():
             except subprocess.TimeoutExpired:  # in the middle of a step
                 process.kill()
                 printed, _ = process.communicate()
-            none = json.dumps(dict(steps=0, seconds=LIMIT, speed=None))
-            *_, last = [none, *printed.splitlines()]
-            yield dict(table="mixed", name=name, **json.loads(last))
+            *_, last = ['{"steps": 0, "seconds": null, "speed": null}', *printed.splitlines()]
+            failed = process.returncode > 0  # not killed
+            yield dict(table="mixed", name=name, **json.loads(last), failed=failed)
 
 
 def decoding(V=32000, S=32, T=64):
@@ -332,8 +332,12 @@ def tables(log):
                 rows["training"].append(f"**{entry['work']}**, {entry['shape']} | | ")
             cells = [name, f"{speed:,.0f}", f"{ours / speed:.2f}"]
         elif entry["table"] == "mixed":
-            stopped = f" (stopped after {entry['steps']} steps)" if speed is None else ""
-            cells = [name, f"{entry['seconds']:.0f} s{stopped}", f"{speed:,.0f}" if speed else ""]
+            reached = f"stopped in step {entry['steps'] + 1}"
+            if entry["failed"]:
+                reached = f"`torch.compile` fails in step {entry['steps'] + 1}"
+            cells = [name, reached, ""]
+            if speed:
+                cells = [name, f"{entry['seconds']:.0f} s", f"{speed:,.0f}"]
         elif entry["table"] == "decoding":
             cells = [name, *(f"{x:.1f}" if x < 10 else f"{x:,.0f}" for x in entry["speeds"])]
         else:
@@ -347,7 +351,9 @@ def tables(log):
         scripts="milliseconds, B = 1 / 64 / 512 | greedy | beam of five",
     )
     for table, head in heads.items():
-        yield from [f"| {row} |" for row in (head, head.count("|") * "---|" + "---", *rows[table])]
+        yield f"| {head} |"
+        yield "|---" * (head.count("|") + 1) + "|"
+        yield from (f"| {row} |" for row in rows[table])
 
 
 def main():

@@ -3,13 +3,22 @@
 "The animal did not cross the street because it was too tired ." and "... too dangerous ." differ in
 one word, but "it" is "il" in one French sentence and "elle" in the other. The built-in corpus has
 too few such sentences to learn this from, so this file adds 4,000. It is used by draw.py --film.
+
+python docs/make/twins.py 3    trains with seed 3 and prints its line of docs/runs/twins.jsonl
 """
 
+import json
+import sys
 import zlib
 from functools import partial
+from pathlib import Path
 
 import torch
-from grammar import Grammar  # corpus/grammar.py
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
+
+from grammar import Grammar
 
 import data
 import transformer
@@ -133,10 +142,10 @@ def pronoun(french):  # the word after "parce qu'"
     return rest.split(" ")[0]
 
 
-def record(out, as_text):
+def record(out, as_text, seed):
     """What the page shows. Trains the model first unless the run folder `out` exists."""
     if not out.exists():
-        train(out, seed=4)
+        train(out, seed)
     model, vocabularies = transformer.load(out)
     sentences, weights = [], []
     for source, target in twin_pairs():
@@ -151,3 +160,14 @@ def record(out, as_text):
     reading = 0, weights[:, 0, :, IT, ADJECTIVE].mean(0).argmax().item()  # in the first layer
     moves = [[round(share, 3) for share in layer] for layer in shares.tolist()]
     return dict(sentences=sentences, moved=moves, shown=[deciding, reading], swaps=swaps)
+
+
+def main(seed):
+    found = record(Path("runs") / f"twins-{seed}", str, seed)
+    correct = sum(pair["said"] == pair["target"] for pair in found["sentences"])
+    line = dict(moved=found["moved"], head=found["shown"][0], correct=correct, swaps=found["swaps"])
+    print(json.dumps(dict(seed=seed) | line))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -144,7 +144,7 @@ def listings(path, starts, linked):
         names = re.findall(r"^(?:class|def) (\w+)", "\n".join(lines[first - 1 : last]), re.M)
         names = ["docstring", "imports"] * (first == 1) + [f"<code>{name}</code>" for name in names]
         summary = f"<summary>lines {first} to {last}: {', '.join(names)}</summary>"
-        return f'<details class="box">{summary}{pre(first, last)}</details>'
+        return f"<details>{summary}{pre(first, last)}</details>"
 
     def decorated(n):  # the first decorator of the function in line n
         return decorated(n - 1) if lines[n - 2].strip().startswith("@") else n
@@ -175,7 +175,7 @@ def paper(title, body, linked):
     starts = [int(link[3]) for link in links if link]
     assert starts == sorted(starts), f"{title}: the sections are not in the order of the code"
     top, *code = listings(path, starts, linked)
-    out = [f"<header><h2>{title}</h2>{to_html(intro)}{top}</header>"]
+    out = [f'<header><h2>{title}</h2>{to_html(intro)}<div class="box">{top}</div></header>']
     for section, link in zip(sections, links):
         heading, text = section.split("\n", 1)
         topic, _, _ = heading.partition(": ")

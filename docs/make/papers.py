@@ -94,14 +94,13 @@ def line_id(link):
 def equation(match):
     """An equation (or none), its number, and links to its lines of code."""
     formulas, _, label, text = match.groups()
+    formula = "".join(map(displayed, FORMULA.findall(formulas)))
+    formula = f'<div class="formula">{formula}</div>' if formula else ""
     ids = " ".join(line_id(link) for link in LINK.finditer(text))
     text = LINK.sub(lambda link: f"[line {link[3]}](#{line_id(link)})", text)
     text = text.replace(")\\\n", ") ")  # no line break between links without a remark
-    return (
-        f'<div class="eq" data-lines="{ids}">'
-        f'<div class="formula">{"".join(map(displayed, FORMULA.findall(formulas)))}</div>'
-        f'<p>{MARKDOWN.renderInline(text)}</p><span class="label">{label}</span></div>'
-    )
+    caption = f'<p>{MARKDOWN.renderInline(text)}</p><span class="label">{label}</span>'
+    return f'<div class="eq" data-lines="{ids}">{formula}{caption}</div>'
 
 
 # ---- text and code ------------------------------------------------------------------------------
@@ -176,13 +175,13 @@ def paper(title, body, linked):
     starts = [int(link[3]) for link in links if link]
     assert starts == sorted(starts), f"{title}: the sections are not in the order of the code"
     top, *code = listings(path, starts, linked)
-    out = [f"<header><h2>{title}</h2>{to_html(intro)}{top}</header>"]
+    out = [f'<header><h2>{title}</h2>{to_html(intro)}<div class="box">{top}</div></header>']
     for section, link in zip(sections, links):
         heading, text = section.split("\n", 1)
         topic, _, _ = heading.partition(": ")
         of = f' <a href="#{line_id(link)}"><code>{link[1]}</code></a>' if link else ""
         text = f'<div class="text"><h3>{topic}{of}</h3>{to_html(text)}</div>'
-        text += f'<div class="listing">{code.pop(0)}</div>' if link else ""
+        text += f'<div class="listing box">{code.pop(0)}</div>' if link else ""
         name = "" if link else f' id="{topic.lower()}"'
         out.append(f'<section data-topic="{topic}"{name}>{text}</section>')
     return path.stem, f'<article id="{path.stem}">' + "\n".join(out) + "</article>"
@@ -202,6 +201,7 @@ def build():
         else:
             notes.append(f"<h2>{title}</h2>{to_html(body)}")
     page = (MAKE / "papers_template.html").read_text(encoding="utf-8")
+    page = page.replace("/* style */", (MAKE / "style.css").read_text())
     for place, parts in dict(tabs=tabs, articles=articles, notes=notes).items():
         page = page.replace(f"<!-- {place} -->", "\n".join(parts))
     return page

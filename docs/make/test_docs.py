@@ -35,10 +35,8 @@ from data import BOS, EOS  # noqa: E402
 torch.set_num_threads(1)  # the models are tiny
 torch.backends.mkldnn.set_flags(False)  # as in the scripts
 
-SCRIPTS = ["seq2seq_lstm", "bahdanau", "luong", "transformer"]
 UPDATE_LINKS = "run: pip install -r docs/make/requirements.txt && python docs/make/papers.py"
 UPDATE_PAGE = "run: python docs/make/draw.py"
-EDIT_EXERCISES = "edit docs/exercises.md"
 
 
 def assert_close(a, b):
@@ -60,15 +58,12 @@ def test_links_to_code():
 
 def test_attention_page():
     """attention.html is current, and in it the models with attention output the references."""
-    is_current = draw.page() == (DOCS / "attention.html").read_text()
-    assert is_current, f"attention.html is stale; {UPDATE_PAGE}"
+    assert draw.page() == (DOCS / "attention.html").read_text(), UPDATE_PAGE
     film = json.loads((DOCS / "runs/film.json").read_text())
     references = [target for _, target in film["pairs"]]
     for model in film["models"][1:]:
-        message = f"{model['script']}: a wrong translation; {UPDATE_PAGE} --film"
-        assert model["frames"][-1][1] == references, message
-    for pair in film["twins"]["sentences"]:
-        assert pair["said"] == pair["target"], f"a wrong translation; {UPDATE_PAGE} --film"
+        assert model["frames"][-1][1] == references, f"{model['script']}; {UPDATE_PAGE} --film"
+    assert all(pair["said"] == pair["target"] for pair in film["twins"]["sentences"])
 
 
 def test_papers_page():
@@ -79,30 +74,39 @@ def test_papers_page():
     assert papers.build() == (DOCS / "papers.html").read_text(encoding="utf-8"), UPDATE_LINKS
 
 
+def test_speed():
+    """The tables of speed.md are those of its log."""
+    import compare
+
+    text = (DOCS / "speed.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\|.*\|$", text.split("## Why")[0], re.M)
+    log = compare.LOG.read_text(encoding="utf-8").splitlines()
+    want = list(compare.tables([json.loads(line) for line in log]))
+    assert found == want, "run: python docs/make/compare.py tables"
+
+
 def test_diff():
     """The diff of two scripts in equations.md consists of their lines, without comments."""
     text = (DOCS / "equations.md").read_text()
     (excerpt,) = re.findall(r"```diff\n(.*?)\n```", text, re.S)
     files = {"-": "bahdanau.py", "+": "luong.py"}
-    code = {
-        sign: [line.split("  #")[0] for line in (ROOT / file).read_text().split("\n")]
-        for sign, file in files.items()
-    }
-    for row in filter(None, excerpt.split("\n")):
-        message = f"{files[row[0]]} has no line {row[1:].strip()}; edit the diff in equations.md"
-        assert row[1:] in code[row[0]], message
+    for sign, line in ((row[0], row[1:]) for row in filter(None, excerpt.split("\n"))):
+        code = [row.split("  #")[0] for row in (ROOT / files[sign]).read_text().split("\n")]
+        assert line in code, f"{files[sign]} has no line {line.strip()}; edit equations.md"
 
 
-def blocks(page, language):
-    return re.findall(rf"```{language}\n(.*?)\n```", (ROOT / page).read_text(), re.S)
+# ---- exercises -----------------------------------------------------------------------------------
+def blocks(language):
+    text = (DOCS / "exercises.md").read_text()
+    return re.findall(rf"```{language}\n(.*?)\n```", text, re.S)
 
 
-def change(folder, diff, what_to_do):
+def change(folder, diff):
     """Applies a diff that has no line numbers: each old line occurs once in the folder's files."""
     for sign, line in ((row[0], row[1:]) for row in diff.split("\n")):
         if sign != "+":
             files = [x for x in folder.glob("*.py") if x.read_text().split("\n").count(line) == 1]
-            assert len(files) == 1, f"found in {len(files)} files: {line}; {what_to_do}"
+            assert len(files) == 1, f"found in {len(files)} files: {line}; edit exercises.md"
             lines = files[0].read_text().split("\n")
             at = lines.index(line) + (sign == " ")
         if sign == "+":
@@ -113,9 +117,11 @@ def change(folder, diff, what_to_do):
         files[0].write_text("\n".join(lines))
 
 
-def run_python(folder, *command):
+def run_python(folder, expected, *command):
+    """Runs a command; what it prints must contain the expected pattern."""
     done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
-    return done.stdout + done.stderr
+    printed = done.stdout + done.stderr
+    assert re.search(expected, printed), f"{command}: {printed}; edit exercises.md"
 
 
 @pytest.fixture
@@ -131,45 +137,30 @@ def copies(tmp_path):
 
 
 TINY_RUN = ["--steps", "2", "--device", "cpu"]
+TESTS = ["-m", "pytest", "-q", "test_all.py", "-k"]
 
 
 def test_new_score(copies):
     """With the new score of exercise 7, the tests of that score pass, and the new flag works."""
-    (diff,) = [x for x in blocks("docs/exercises.md", "diff") if "scaled=lambda" in x]
-    change(copies, diff, EDIT_EXERCISES)
-    widest = max(map(len, (copies / "luong.py").read_text().split("\n")))
-    assert widest <= 100, f"the linter rejects the changed luong.py; {EDIT_EXERCISES}"
-    printed = run_python(copies, "-m", "pytest", "-q", "test_all.py", "-k", "scaled")
-    assert re.search(r"\b[1-9]\d* passed", printed), f"{printed}; {EDIT_EXERCISES}"
-    assert "failed" not in printed, f"{printed}; {EDIT_EXERCISES}"
-    printed = run_python(copies, "luong.py", "--score", "scaled", *TINY_RUN)
-    assert "BLEU" in printed, f"{printed}; {EDIT_EXERCISES}"
+    (diff,) = [x for x in blocks("diff") if "scaled=lambda" in x]
+    change(copies, diff)
+    run_python(copies, r"(?m)^[1-9]\d* passed", *TESTS, "scaled")
+    run_python(copies, "BLEU", "luong.py", "--score", "scaled", *TINY_RUN)
 
 
 def test_exercises(copies):
     """The changes in exercises.md can be made, and the changed scripts run."""
-    reading, *changes = blocks("docs/exercises.md", "diff")
-    change(copies, reading, EDIT_EXERCISES)
-    command = ["-m", "pytest", "-q", "test_all.py", "-k", "equations and bahdanau"]
-    printed = run_python(copies, *command)
-    assert re.search(r"\b[1-9]\d* failed", printed), f"{printed}; {EDIT_EXERCISES}"
+    reading, *changes = blocks("diff")
+    change(copies, reading)
+    run_python(copies, r"\b[1-9]\d* failed", *TESTS, "equations and bahdanau")
     for diff in changes:
-        change(copies, diff, EDIT_EXERCISES)
-    run_python(copies, "seq2seq_lstm.py", "--no-reverse", "--out", "runs/forward", *TINY_RUN)
-    run_python(copies, "bahdanau.py", "--out", "runs/printed", *TINY_RUN)
+        change(copies, diff)
+    run_python(copies, "", "seq2seq_lstm.py", "--no-reverse", "--out", "runs/forward", *TINY_RUN)
+    run_python(copies, "", "bahdanau.py", "--out", "runs/printed", *TINY_RUN)
     for script in ("seq2seq_lstm.py", "bahdanau.py", "transformer.py"):
-        printed = run_python(copies, script, *TINY_RUN)
-        assert "BLEU" in printed, f"{printed}; {EDIT_EXERCISES}"
-    for code in blocks("docs/exercises.md", "python"):
-        printed = run_python(copies, "-c", code)
-        assert re.fullmatch(r"[\d., \[\]\n]+", printed), f"{printed}; {EDIT_EXERCISES}"
-
-
-def test_model_comes_first():
-    """In each script the model comes before Config."""
-    for name in SCRIPTS:
-        first, *_ = re.findall(r"^class (\w+)", (ROOT / f"{name}.py").read_text(), re.M)
-        assert first != "Config", f"{name}.py: move Config below the model"
+        run_python(copies, "BLEU", script, *TINY_RUN)
+    for code in blocks("python"):
+        run_python(copies, r"\A[\d., \[\]\n]+\Z", "-c", code)
 
 
 # ---- show_attend_tell.py -------------------------------------------------------------------------

@@ -24,7 +24,7 @@ Deviations from the paper
   r * (U h) instead of U (r * h). It has no biases, so that zero padding leaves a zero state
   unchanged; in GroundHog, the candidate state and the embeddings have biases, the gates have none.
   The decoder's cell is the paper's, with biases.
-- Gradients are clipped for the mean over sentences; GroundHog's for their sum, 80 times tighter.
+- We clip the gradient of the mean over sentences, GroundHog that of their sum, 80 times tighter.
 - Batches hold pairs of similar length from the whole corpus, reshuffled every epoch; the paper
   sorts 1,600 pairs at a time. On CUDA, bf16 is used for speed. Where the paper is silent, we use
   beam 10, the weights with the best validation loss, and 0 to n + 50 words for n source words.

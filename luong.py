@@ -21,14 +21,14 @@ arXiv 1508.04025
 Deviations from the paper
 - Positions s count from 1 to S, EOS included; the authors' code leaves EOS out.
 - p_t is a real number, so a local-p window covers 2D words, not 2D + 1. In local-m, p_t <= S.
-- alpha is a_t rescaled to sum to 1, for the alignment of y_t; theirs is of y_{t-1} (footnote 14).
+- The alignment is a_t rescaled to sum to 1, that of y_t; the paper's is of y_{t-1} (footnote 14).
 - The location score needs global attention, and masks positions beyond the sentence (footnote 6).
 - concat learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
 - The decoder's LSTMs have biases, as in Zaremba et al., whom the paper cites; the encoder's have
   none, as in the authors' code, so that zero padding leaves a zero state unchanged.
 - Dropout also acts before the softmax. The clipped norm includes embeddings; the authors' does not.
-- Where the paper is silent: beam 10, which shrinks as hypotheses end, 0 to n + 50 words for n
-  source words, the best validation loss. --replace-unk has no dictionary. bf16 on CUDA, for speed.
+- Where the paper is silent: beam 10, which shrinks as hypotheses end; 0 to n + 50 words for n
+  source words; the best validation loss. --replace-unk has no dictionary. bf16 on CUDA, for speed.
 - Without --paper: one small layer, Adam, label smoothing, global attention; see --help.
 """
 

@@ -237,7 +237,7 @@ class Config:
     d_model: int = 96          # size of the embeddings and of every layer's output
     d_ff: int = 256            # hidden size of the feed-forward network
     heads: int = 4             # attention heads (h); d_k = d_v = d_model / heads
-    layers: int = 2            # layers of the encoder and of the decoder (N); for 6, --warmup 800
+    layers: int = 2            # layers of the encoder and of the decoder (N); for 6, --warmup 1000
     # training
     lr: float = 1.0            # factor of the learning rate, eq. (3)
     warmup: int = 400          # steps of linear warm-up, eq. (3)

@@ -108,7 +108,7 @@ def draw_panel(left, title, curves, top):
 
 
 def draw_lengths():
-    parts = draw_panel(50, "BLEU, built-in corpus", by_length("long.jsonl"), 100)
+    parts = draw_panel(50, "BLEU on long", by_length("long.jsonl"), 100)
     parts += draw_panel(490, "BLEU, Europarl English-French", by_length("europarl.jsonl"), 50)
     for n, (label, color) in enumerate(CURVES.items()):
         x, y = (60, 345, 600)[n // 2], 352 + 22 * (n % 2)

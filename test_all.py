@@ -377,7 +377,7 @@ def test_equations(name):
     module, model = build(name, seed, dropout=0.5)
     src, tgt = random_batch(seed)
     reference = REFERENCES[module.__name__]
-    disagrees = f"{reference.__name__}() in test_all.py disagrees with {name}"
+    disagrees = f"{name} disagrees with its loop {reference.__name__}() in test_all.py; change both"
     logits, alpha = model(src, tgt[:, :-1], need_alpha=True)
     weights = dict(model.named_parameters())
     p = {key.removesuffix(".weight"): weights[key].detach().requires_grad_() for key in weights}
@@ -603,15 +603,16 @@ def test_initialization(name):
     for key, p in model.named_parameters():
         matching = [rule for rule in INIT[name] if re.search(rule[0], key)]
         _, law, size = matching[0]
+        error = f"{key}: not {law} {size}; a new parameter may need a rule in INIT"
         for W in p.split(p.size(-1)) if re.search("KV|_hh|cell.U", key) else [p]:
             if law in ("uniform", "glorot"):
                 bound = size * math.sqrt(6 / sum(W.shape)) if law == "glorot" else size
-                assert 0.9 * bound < W.abs().max() <= bound, key
-                assert abs(W.mean()) < 0.3 * bound, key
+                assert 0.9 * bound < W.abs().max() <= bound, error
+                assert abs(W.mean()) < 0.3 * bound, error
             elif law == "normal":
-                assert W.std().item() == pytest.approx(size, rel=0.25), key
+                assert W.std().item() == pytest.approx(size, rel=0.25), error
             elif law == "constant":
-                assert W.eq(size).all(), key
+                assert W.eq(size).all(), error
             else:
                 assert_close(W @ W.T, torch.eye(len(W)), 1e-5)
     if name in ("bahdanau", "transformer"):  # the other papers name one distribution for all

@@ -330,9 +330,7 @@ def parse_args(Config, description, argv=None):
     mode = parser.add_mutually_exclusive_group()
     preset = parser.add_mutually_exclusive_group()
     mode.add_argument("--train", **pair, help="train on your own text [built-in corpus]")
-    mode.add_argument(
-        "--test", nargs="+", metavar="FILE", help="score SRC TGT; with LINKS, also AER"
-    )
+    mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT [LINKS, for AER]")
     mode.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
     mode.add_argument("--translate", action="store_true", help="translate stdin or typed sentences")
     parser.add_argument("--valid", **pair, help="validation text, needed with --train")
@@ -346,9 +344,7 @@ def parse_args(Config, description, argv=None):
     devices = dict(choices=["cpu", "cuda", "mps"])
     parser.add_argument("--device", **devices, help="where to run [cuda, or cpu without a GPU]")
     presets = dict(medium=Config.medium(), paper=Config.paper())
-    source = inspect.getsource(
-        Config
-    )  # a field's comment is its help, a line of one word a heading
+    source = inspect.getsource(Config)  # has the help text of each field and the headings
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)", source, re.M))
     headings = {first: title for title, first in re.findall(r"    # (\w+)\n    (\w+):", source)}
     group = parser

@@ -178,8 +178,8 @@ class RNNsearch(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, and its comment the help text.
-    Fields above lr are fixed once a run has started."""
+    """Every field is a flag, and its comment the help text. Fields above lr are fixed in a run.
+    Minimum: 1 (int), 0 (float), or the default if that is lower; __post_init__ has other limits."""
 
     # fmt: off
     # text
@@ -215,11 +215,11 @@ class Config:
     # decoding
     beam: int = 1              # beam size; 1 is greedy decoding
     length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
-    replace_unk: bool = False  # replace each <unk> with the source word it attends to most
+    replace_unk: bool = False  # replace <unk> (if training has any) with the word it looks at most
     # fmt: on
 
     def __post_init__(self):
-        data.check(self)
+        data.check(self, seed=(0, math.inf), dropout=(0, 1), dropout_out=(0, 1), smoothing=(0, 1))
 
     @classmethod
     def medium(cls, **overrides):
@@ -263,43 +263,55 @@ COMPILED = (AdditiveAttention, GatedUnit)  # what --compile compiles, besides th
 
 def make_train_step(model, cfg, optimizer=None):
     """Returns train_step(src, tgt), which makes one update and returns the smoothed loss per token.
-    The optimizer keeps its learning rate. Under torchrun, every process passes the whole batch."""
+    src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
+    The learning rate is the optimizer's. Under torchrun, every process passes the whole batch.
+    After adding or unfreezing weights, make a new train_step."""
     optimizer = optimizer or make_optimizer(model, cfg)
-    weights = list(model.parameters())
-    gradients = [torch.zeros_like(p) for p in weights]  # fixed, because CUDA graphs write to them
-    device = weights[0].device
-    on_cuda = device.type == "cuda"
     net = bf16_copy(model)  # computes in bf16 on CUDA; the model keeps the float32 weights
-    criterion = compile_parts(net) if on_cuda and cfg.compile else summed_loss
+    weights = list(model.parameters())
+    sizes = [*(p.numel() for p in weights), 1]
+    flat = weights[0].new_zeros(sum(sizes))  # all gradients, then the loss, for one all_reduce
+    gradients = [g.as_strided(p.shape, p.stride()) for g, p in zip(flat.split(sizes), weights)]
+    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # which is faster
+    device = flat.device
+    compiled = cfg.compile and flat.is_cuda
+    criterion = torch.compile(summed_loss, dynamic=True) if compiled else summed_loss
+    n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
 
     def forward_backward(src, tgt, scale):
-        copy_weights(model, net)
+        net.train()
+        with torch.no_grad():
+            torch._foreach_copy_(list(net.parameters()), weights)  # to bf16, if net is a bf16 copy
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
-        loss.backward()
-        move_gradients(net, model, add=cfg.accumulate > 1)
+        pairs = zip(net.parameters(), gradients, strict=True)
+        trained, sums = zip(*((p, g) for p, g in pairs if p.requires_grad))
+        collect(sums, torch.autograd.grad(loss, trained, materialize_grads=True))
         return loss.detach()
 
-    # With --compile, the first call compiles, which cannot be recorded.
-    forward_backward = graphed(forward_backward, device, eager_calls=int(cfg.compile))
+    if compiled:  # now, on a typical batch, because the first shape decides which kernels are used
+        compile_parts(net)
+        rows = max(min(cfg.batch_tokens // 64, cfg.batch_sentences) // n, 2)
+        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6: 32 is a special case
+        forward_backward(words, words, flat.new_ones(()))
+    forward_backward = graphed(forward_backward, device)
 
     def train_step(src, tgt):
-        net.train()
-        for p, gradient in zip(weights, gradients):
-            p.grad = gradient
-        src, tgt = (x.to(device, non_blocking=on_cuda) for x in (src, tgt))
+        # non_blocking: the CPU does not wait until the GPU has finished the steps before this one.
+        src, tgt = (torch.as_tensor(x).to(device, non_blocking=flat.is_cuda) for x in (src, tgt))
         tokens = (tgt[:, 1:] != PAD).sum()
         count = tokens if cfg.loss_per == "token" else torch.full_like(tokens, len(tgt))
-        loss = torch.zeros((), device=device)
-        n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
+        flat.zero_()
+        loss = flat[-1]
         for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # micro-batch k: rows k, k + n, ...
             loss += forward_backward(src[k::n], tgt[k::n], 1 / count)
         if WORLD_SIZE > 1:
-            for x in (loss, *gradients):
-                dist.all_reduce(x)  # a sum: 1 / count already divides by the whole batch
+            dist.all_reduce(flat)  # a sum: 1 / count already divides by the whole batch
+        for p, q, g in zip(weights, net.parameters(), gradients):
+            p.grad = g if p.requires_grad and q.requires_grad else None  # frozen: None, not 0
         if cfg.clip:
             nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        model.zero_grad()
         return loss * (count / tokens)  # per target token, whatever --loss-per says
 
     return train_step
@@ -343,8 +355,8 @@ def greedy(model, src, max_len):
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
     """Beam search with K hypotheses per sentence; returns the best, like greedy. A hypothesis that
-    has ended keeps its place, so the beam shrinks. The best has EOS, if any has, and the highest
-    log p / ((5 + |y|) / 6)^penalty (GNMT, Wu et al. 2016). Overwrites the logits of model.step."""
+    has ended keeps one of the K places, so fewer are extended. The best has EOS, if any has, and
+    the highest log p / ((5 + |y|) / 6)^penalty (GNMT, Wu et al. 2016). Overwrites step's logits."""
     if K == 1:
         return greedy(model, src, max_len)
     model.eval()
@@ -353,7 +365,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)
     left = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
     T = int(left.max())
-    only_first = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)  # of K candidates
+    first_of_K = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)  # as log p
     memory = model.encode(src)  # equal for the K rows of a sentence, so it is never reordered
     state = model.init_state(memory, T)
 
@@ -365,10 +377,10 @@ def beam(model, src, max_len, K, penalty=0.0):
         log_p = log_p.gather(1, words)  # (BK,K), or (BK,V-1) if K is larger
         ended = (left == 0).unsqueeze(1)
         words = words.masked_fill(ended, PAD)  # an ended hypothesis has one candidate, PAD,
-        log_p = torch.where(ended, only_first[: words.size(1)], log_p)  # with log p = 0
+        log_p = torch.where(ended, first_of_K[: words.size(1)], log_p)  # with log p = 0
         total = score.view(-1, 1) + log_p
-        keeps_place = ended & total.isfinite()  # that candidate
-        index = total.masked_fill(keeps_place, torch.inf).view(B, -1).topk(K).indices  # (B,K)
+        rank = total.masked_fill(ended & total.isfinite(), torch.inf)  # ended ones keep their place
+        index = rank.view(B, -1).topk(K).indices  # (B,K)
         score = total.view(B, -1).gather(1, index)
         rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
         y = words.view(B, -1).gather(1, index).flatten()
@@ -377,7 +389,7 @@ def beam(model, src, max_len, K, penalty=0.0):
 
     extend = graphed(extend, src.device)
     y = torch.full_like(src[:, 0], BOS)
-    score = only_first.repeat(B, 1)  # log p; all K start out equal, so one is enough
+    score = first_of_K.repeat(B, 1)  # log p; the K hypotheses start out equal, so one is enough
     out = src[:, :0]
     for t in range(T):
         y, left, rows, score, *state = extend(y, left, score, *state)
@@ -395,6 +407,7 @@ def beam(model, src, max_len, K, penalty=0.0):
 @torch.no_grad()
 def align(model, src, tgt):
     """alpha (B,T,S) of given translations tgt (B,T+1), by teacher forcing."""
+    assert (tgt[:, 0] == BOS).all(), "tgt must start with BOS, which greedy and beam do not return"
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
@@ -410,20 +423,19 @@ def translate(model, sentences, vocabularies):
     """Translates strings or lists of words into lists of words, with the beam of model.cfg."""
     cfg = model.cfg
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
-    sources = [data.to_words(sentence) for sentence in sentences]
-    targets = [[] for _ in sources]
+    pairs = [(data.to_words(sentence), []) for sentence in sentences]  # translations go into the []
     net = bf16_copy(model.eval())
-    max_tokens = (65536 if next(model.parameters()).is_cuda else 16384) // cfg.beam
-    for rows, src, _ in inference_batches(model, zip(sources, targets), vocabularies, max_tokens):
+    hypotheses = 2048 if next(model.parameters()).is_cuda else 512  # at a time; fewer if long
+    for rows, src, _ in inference_batches(model, pairs, vocabularies, 32 * hypotheses // cfg.beam):
         words = (src != PAD).sum(1) - 1  # without EOS
         max_len = torch.where(words > 0, words + 50, 0)  # an empty sentence stays empty
         tokens = beam(net, src, max_len, cfg.beam, cfg.length_penalty)
         for row, ids in zip(rows, tokens.tolist()):
-            targets[row] = vocabularies[1].decode(ids)
+            pairs[row][1].extend(vocabularies[1].decode(ids))
     if cfg.replace_unk:
-        alphas = alignments(model, zip(sources, targets), vocabularies)
-        return list(map(data.replace_unknown, sources, targets, alphas))
-    return targets
+        alphas = alignments(model, pairs, vocabularies)
+        return [data.replace_unknown(*pair, alpha) for pair, alpha in zip(pairs, alphas)]
+    return [target for _, target in pairs]
 
 
 def alignments(model, pairs, vocabularies):
@@ -457,7 +469,7 @@ def evaluate(model, pairs, vocabularies):
 
 def load(path, device="cpu", **flags):
     """(model, vocabularies) of a run folder; flags override its Config."""
-    saved = torch.load(Path(path, "model.pt"), map_location="cpu", weights_only=True)
+    saved = read_checkpoint(Path(path, "model.pt"))
     model = Model(data.saved_config(saved, Config, flags)).to(device)
     model.load_state_dict(saved["model"])
     return model.eval(), [data.Vocabulary(words) for words in saved["vocabularies"]]
@@ -482,13 +494,13 @@ def train(out, corpus, model, saved):
     train_step = make_train_step(model, cfg, optimizer)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, done)
     losses = []  # of the steps since the last validation
-    no_bar = True if RANK else None  # None: no progress bar unless stderr is a terminal
+    no_bar = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
     bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=no_bar)
     for update, batch in zip(bar, batches):
         torch.manual_seed(hash((cfg.seed, RANK, update)))  # so checkpoints need no random state
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(cfg, update)
-        losses.append(train_step(*map(torch.from_numpy, batch)))
+        losses.append(train_step(*batch))
         tokens += sum(int((side != PAD).sum()) for side in batch)  # BOS and EOS included
         if update % cfg.eval_every and update < cfg.steps:
             continue
@@ -510,15 +522,25 @@ def train(out, corpus, model, saved):
     return log
 
 
-def save(path, checkpoint):  # via memory, because torch.save crashes when the disk is full
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    data.write(path, buffer.getbuffer())
+def save(path, checkpoint):
+    if RANK == 0:
+        buffer = io.BytesIO()  # in memory first, because torch.save crashes when the disk is full
+        torch.save(checkpoint, buffer)
+        data.write(path, buffer.getbuffer())
+
+
+def read_checkpoint(path):
+    if not path.exists():
+        raise data.InputError(f"no {path.name} in {path.parent}; train first, or give --out")
+    try:
+        return torch.load(path, "cpu", weights_only=True)
+    except (EOFError, OSError, RuntimeError):
+        raise data.InputError(f"{path}: unreadable or incomplete") from None
 
 
 def train_command(args, flags, device):
     """Trains a new run or resumes one, then scores the model and draws alignments."""
-    saved = torch.load(args.out / "last.pt", "cpu", weights_only=True) if args.resume else {}
+    saved = read_checkpoint(args.out / "last.pt") if args.resume else {}
     cfg = data.saved_config(saved, Config, flags) if saved else Config(**flags)
     if RANK == 0 and not saved and any(args.out.glob("*.pt")):  # RANK 1 may see what 0 just wrote
         raise data.InputError(f"{args.out}: holds a run; add --resume, or choose another --out")
@@ -542,9 +564,8 @@ def train_command(args, flags, device):
         gib = torch.cuda.max_memory_reserved() / 2**30  # 0 on other devices
         result |= dict(seed=cfg.seed, tokens_per_second=speed, gpu_memory_gib=gib)
         data.write_log(args.out, [*log, result])
-        source, target = pairs[0]
-        print(f"\n{' '.join(source)}\n{' '.join(target)}\n")
-        print(f"{data.heatmap(source, target, alphas[0])}\n")
+        print("", *map(" ".join, pairs[0]), "", sep="\n")
+        print(data.heatmap(*pairs[0], alphas[0]), end="\n\n")
         print(f"{corpus.test_name}: {data.format_scores(result)}")
         gpu = f", {gib:.1f} GiB of GPU memory" if gib else ""
         print(f"{speed:,.0f} tokens/s{gpu}; files are in {args.out}/")
@@ -573,7 +594,8 @@ def inference_command(args, flags, device):
 
 def main(argv=None):
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
-    torch.backends.mkldnn.set_flags(False)  # oneDNN slows these models on ARM
+    has_avx = "AVX" in torch.backends.cpu.get_cpu_capability()
+    torch.backends.mkldnn.set_flags(has_avx)  # oneDNN slows these models down on ARM
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)
@@ -589,8 +611,7 @@ def main(argv=None):
         try:
             command(args, flags, device)
         except torch.OutOfMemoryError:
-            remedy = "lower --batch-tokens or raise --accumulate; to translate, use --device cpu"
-            raise data.InputError(f"out of GPU memory; {remedy}") from None
+            raise data.InputError("out of GPU memory; try --accumulate N or --device cpu") from None
         if WORLD_SIZE > 1:
             dist.destroy_process_group()
 
@@ -599,34 +620,17 @@ def main(argv=None):
 
 
 def bf16_copy(model):
-    """A bf16 copy of a model on CUDA; elsewhere, and on GPUs without bf16, the model itself."""
-    # Not torch.autocast, whose many casts take time, above all in decoding.
+    """A bf16 copy of a model, faster than autocast; without CUDA or bf16, the model itself."""
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return model
-    if torch.backends.cudnn.version() >= 91300:  # cuDNN has bf16 RNNs; flatten their weights for it
+    if (torch.backends.cudnn.version() or 0) >= 91300:  # has bf16 RNNs; flatten their weights
         torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)
     return copy.deepcopy(model).bfloat16()
 
 
-@torch.no_grad()
-def copy_weights(model, net):
-    """Copies the weights of the model into net, its bf16 copy; does nothing if net is the model."""
-    torch._foreach_copy_(list(net.parameters()), list(model.parameters()))
-
-
-def move_gradients(net, model, add):
-    """Adds the bf16 gradients of net to the float32 ones of the model, or replaces them."""
-    if net is not model:
-        pairs = zip(model.parameters(), net.parameters())
-        used = [(p.grad, q.grad) for p, q in pairs if q.grad is not None]  # not frozen
-        move = torch._foreach_add_ if add else torch._foreach_copy_  # the second is faster
-        move(*zip(*used))
-        net.zero_grad()
-
-
 def compile_parts(net):
-    """Compiles the modules listed in COMPILED and the loss; returns the compiled loss."""
+    """Compiles the modules of net listed in COMPILED, when they are called for the first time."""
     from torch._inductor import config as inductor
     from torch.fx.experimental import _config as symbolic_shapes
 
@@ -637,22 +641,18 @@ def compile_parts(net):
     for part in net.modules():
         if isinstance(part, COMPILED):
             part.compile(dynamic=True)  # one compilation for all shapes
-    return torch.compile(summed_loss, dynamic=True)
 
 
-def graphed(function, device, eager_calls=0):
+def graphed(function, device):
     """On CUDA, records the kernels that function launches, once per combination of input shapes,
-    and replays them later; elsewhere returns function. eager_calls are not recorded."""
+    and replays them later; elsewhere returns function."""
     if device.type != "cuda":
         return function
     graphs = {}  # input shapes -> graph, its input buffers, its output
     stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()
-    calls = itertools.count()
 
     def call(*inputs):
-        if next(calls) < eager_calls:
-            return function(*inputs)
         shapes = tuple(x.shape for x in inputs)
         if shapes not in graphs:
             graph = torch.cuda.CUDAGraph()

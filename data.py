@@ -63,12 +63,16 @@ def to_words(sentence):
 def read(path):
     """Yields each line of a UTF-8 text file (plain or .gz) as a list of words."""
     opener = gzip.open if str(path).endswith(".gz") else open
-    with opener(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield to_words(line.removeprefix(b"\xef\xbb\xbf"))  # a byte order mark
-            except UnicodeDecodeError:
-                raise InputError(f"{path}, line {number}: not UTF-8") from None
+    number = 0
+    try:
+        with opener(path, "rb") as file:
+            for line in file:
+                number += 1
+                yield to_words(line.removeprefix(b"\xef\xbb\xbf"))  # a BOM; joined files have more
+    except UnicodeDecodeError:
+        raise InputError(f"{path}, line {number}: not UTF-8") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise InputError(f"{path}: not a complete .gz file") from None
 
 
 def read_pairs(source, target, gold=None):
@@ -78,19 +82,22 @@ def read_pairs(source, target, gold=None):
     for number, lines in enumerate(itertools.zip_longest(*map(read, paths)), 1):
         if None in lines:
             short = paths[lines.index(None)]
-            long = next(path for path, line in zip(paths, lines) if line is not None)
-            raise InputError(f"{short}: ends before line {number}, but {long} does not")
-        source_words, target_words, *links = lines
-        yield source_words, target_words, *(parse_links(words, gold, number) for words in links)
+            raise InputError(f"{short}: ends before line {number} of the other file")
+        if gold:
+            lines = *lines[:2], parse_links(*lines, f"{gold}, line {number}")
+        yield lines
     if number == 0:
         raise InputError(f"{source}: the file is empty")
 
 
-def parse_links(words, path, number):  # Pharaoh format: ["0-0", "1-2", ...]
+def parse_links(source, target, links, place):  # Pharaoh format: ["0-0", "1-2", ...]
     try:
-        return {(int(i), int(j)) for i, j in (word.split("-") for word in words)}
+        links = {(int(i), int(j)) for i, j in (link.split("-") for link in links)}
     except ValueError:
-        raise InputError(f"{path}, line {number}: expected links such as 0-0 1-2") from None
+        raise InputError(f"{place}: expected links such as 0-0 1-2") from None
+    if any(i >= len(source) or j >= len(target) for i, j in links):
+        raise InputError(f"{place}: a link points past the sentence; words count from 0")
+    return links
 
 
 def built_in(split):
@@ -110,11 +117,12 @@ class Vocabulary:
     def __len__(self):
         return len(self.words)
 
-    def encode(self, words):
-        return [self.ids.get(word, UNK) for word in words]
+    def encode(self, sentence):
+        return [self.ids.get(word, UNK) for word in to_words(sentence)]
 
-    def decode(self, ids):
-        return [self.words[i] for i in ids if i not in (PAD, BOS, EOS)]
+    def decode(self, ids):  # up to EOS
+        ids = itertools.takewhile(lambda i: i != EOS, ids)
+        return [self.words[i] for i in ids if i not in (PAD, BOS)]
 
 
 def build_vocabularies(pairs, sizes=(None, None), min_count=1, share=False):
@@ -142,7 +150,7 @@ class Bitext:
         starts = array("q", [0]), array("q", [0])
         for pair in pairs:
             for side, begin in enumerate(([], [BOS])):  # only the target starts with BOS
-                ids = vocabularies[side].encode(to_words(pair[side]))
+                ids = vocabularies[side].encode(pair[side])
                 tokens[side].extend([*begin, *ids, EOS])
                 starts[side].append(len(tokens[side]))
         self.tokens = [np.array(side) for side in tokens]
@@ -156,8 +164,7 @@ class Bitext:
         """Rows as src (B,S) and tgt (B,T+1), right-padded so that multiple divides S and T."""
         sides = []
         for side, bos in enumerate((0, 1)):  # T does not include BOS
-            longest = self.lengths[side][rows].max()
-            width = bos + round_up(longest - bos, multiple)
+            width = bos + round_up(self.lengths[side][rows].max() - bos, multiple)
             padded = np.full((len(rows), width), PAD, dtype=np.int64)
             for row, k in zip(padded, rows):
                 sentence = self.tokens[side][self.starts[side][k] : self.starts[side][k + 1]]
@@ -169,25 +176,25 @@ class Bitext:
         """Batches of row numbers that cover each row once, longest first."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        max_rows = max_tokens // 32  # room for 16 + 16 tokens, because translations can be long
+        max_rows = max_tokens // 32  # every pair counts as 32 tokens: its translation can be longer
         cuts = batch_boundaries(longest[order], max_tokens, max_rows)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
     def batches(self, max_tokens, max_sentences, seed, first_step=0):
         """Endless training batches. Batch k depends only on k and the arguments, for --resume."""
         # Pairs of similar length share a batch, and lengths are rounded up to a multiple of 1/16 of
-        # the longest. That gives little padding and few distinct shapes, which suits CUDA graphs.
-        multiple = max(max(side.max() for side in self.lengths) // 16, 1)
+        # the longest, outliers aside: little padding and few distinct shapes suit CUDA graphs.
+        longest = np.maximum(*self.lengths)
+        multiple = max(int(min(longest.max(), 2 * np.quantile(longest, 0.99))) // 16, 1)
         source = round_up(self.lengths[0], multiple)
         longest = np.maximum(source, round_up(self.lengths[1] - 1, multiple))
         cuts = batch_boundaries(np.sort(longest)[::-1], max_tokens, max_sentences)
-        epoch, skip = divmod(first_step, len(cuts) - 1)
-        while True:  # shuffle the pairs of each shape, then the order of the batches
-            rng = np.random.default_rng((seed, epoch))
+        first_epoch, skip = divmod(first_step, len(cuts) - 1)
+        for epoch in itertools.count(first_epoch):
+            rng = np.random.default_rng((seed, epoch))  # shuffles pairs of equal shape, and batches
             order = np.lexsort((rng.permutation(len(self)), source, longest))[::-1]
             for k in rng.permutation(len(cuts) - 1)[skip:]:
                 yield self.batch(order[cuts[k] : cuts[k + 1]], multiple)
-            epoch += 1
             skip = 0
 
 
@@ -211,7 +218,8 @@ def ngrams(words, n):  # how often each sequence of n words occurs
 
 
 def bleu(hypotheses, references):
-    """Corpus BLEU-4, 0 to 100, of two lists of lists of words; sacreBLEU's with tokenize="none"."""
+    """Corpus BLEU-4, 0 to 100, of two lists of sentences; sacreBLEU's with tokenize="none"."""
+    hypotheses, references = ([to_words(x) for x in side] for side in (hypotheses, references))
     matches = [0, 0, 0, 0]  # of 1-grams to 4-grams
     total = [0, 0, 0, 0]
     for hypothesis, reference in zip(hypotheses, references, strict=True):
@@ -241,10 +249,9 @@ def aer(predicted, gold):
 def scores(pairs, hypotheses, alphas=None):
     """BLEU, BLEU by source length and, given attention weights and gold alignments, AER."""
     sources, references, *gold = zip(*pairs)
-    sources, references = ([to_words(x) for x in side] for side in (sources, references))
     buckets = collections.defaultdict(list)
     for source, hypothesis, reference in zip(sources, hypotheses, references, strict=True):
-        buckets[max(len(source) - 1, 0) // 10].append((hypothesis, reference))
+        buckets[max(len(to_words(source)) - 1, 0) // 10].append((hypothesis, reference))
     by_length = {f"{10 * k + 1}-{10 * k + 10}": bleu(*zip(*buckets[k])) for k in sorted(buckets)}
     error = aer([links(alpha) for alpha in alphas], gold[0]) if alphas else None
     return dict(bleu=bleu(hypotheses, references), aer=error, bleu_by_length=by_length)
@@ -262,10 +269,9 @@ def pharaoh(alpha):  # the format of fast_align and Marian: i-j, source index fi
 
 def replace_unknown(source, target, alpha):
     """The target with each <unk> replaced by the source word it attends to most."""
-    if not source:
-        return target
-    best = alpha[:, : len(source)].argmax(-1)  # not EOS
-    return [source[i] if word == "<unk>" else word for i, word in zip(best, target)]
+    source, target = to_words(source), to_words(target)
+    best = alpha[:, : max(len(source), 1)].argmax(-1)  # not EOS, unless the source is empty
+    return [source[i] if source and word == "<unk>" else word for i, word in zip(best, target)]
 
 
 def heatmap(source, target, alpha):
@@ -286,9 +292,9 @@ def svg(source, target, alpha):
     source, target = to_words(source), to_words(target)
     left = 12 + 9 * max(map(len, target), default=0)
     top = 12 + 9 * max(map(len, source), default=0)
-    width, height = left + 22 * len(source) + 12, top + 22 * len(target) + 12
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">']
-    parts += ["<style>text{fill:#6e7781;font:15px monospace}rect{fill:#2f7fd6}</style>"]
+    size = f'width="{left + 22 * len(source) + 12}" height="{top + 22 * len(target) + 12}"'
+    style = "<style>text{fill:#6e7781;font:15px monospace}rect{fill:#2f7fd6}</style>"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', style]
     for column, word in enumerate(source):
         position = f"translate({left + 22 * column + 15},{top - 6}) rotate(-90)"
         parts.append(f'<text transform="{position}">{html.escape(word)}</text>')
@@ -305,8 +311,7 @@ def svg(source, target, alpha):
 
 def write_alignments(path, pairs, alphas):
     """Writes path.npz (weights), path.txt (links of each pair) and path.svg (the first pair)."""
-    sources = [" ".join(to_words(pair[0])) for pair in pairs]
-    targets = [" ".join(to_words(pair[1])) for pair in pairs]
+    sources, targets = ([" ".join(to_words(pair[side])) for pair in pairs] for side in (0, 1))
     weights = {f"alpha_{k}": alpha for k, alpha in enumerate(alphas)}
     arrays = io.BytesIO()
     np.savez_compressed(arrays, source=sources, target=targets, **weights)
@@ -318,31 +323,46 @@ def write_alignments(path, pairs, alphas):
 # ---- 4. the command line: flags, the text of a run, its files ------------------------------------
 def parse_args(Config, description, argv=None):
     """Returns the command line and the fields of Config that it sets (all, with a preset)."""
-    script = Path(inspect.getfile(Config)).stem
-    title, *rest = description.splitlines()
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,
-        description="\n".join([title, *(line for line in rest if line.startswith("    python "))]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "\n".join(re.findall(r"\A.+|^    python .+", description, re.M))
     pair = dict(nargs=2, metavar=("SRC", "TGT"))
     mode = parser.add_mutually_exclusive_group()
-    preset = parser.add_mutually_exclusive_group()
+    start = parser.add_mutually_exclusive_group()
     mode.add_argument("--train", **pair, help="train on your own text [built-in corpus]")
     mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT [LINKS, for AER]")
     mode.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
     mode.add_argument("--translate", action="store_true", help="translate stdin or typed sentences")
     parser.add_argument("--valid", **pair, help="validation text, needed with --train")
+    script = Path(inspect.getfile(Config)).stem
     folder = dict(type=Path, default=Path("runs", script), metavar="DIR")
     parser.add_argument("--out", **folder, help="run folder [%(default)s]")
-    parser.add_argument("--resume", action="store_true", help="continue the training in --out")
-    preset.add_argument(
-        "--medium", action="store_true", help="for 10,000 to 300,000 pairs, on a GPU"
-    )
-    preset.add_argument("--paper", action="store_true", help="the paper's sizes and recipe")
+    start.add_argument("--resume", action="store_true", help="continue the training in --out")
+    preset = dict(action="store_const", dest="preset")
+    start.add_argument("--medium", **preset, const="medium", help="10,000 to 300,000 pairs (GPU)")
+    start.add_argument("--paper", **preset, const="paper", help="the paper's sizes and recipe")
     devices = dict(choices=["cpu", "cuda", "mps"])
     parser.add_argument("--device", **devices, help="where to run [cuda, or cpu without a GPU]")
+    add_config_flags(parser, Config)
+    args, unknown = parser.parse_known_args(argv)
+    uses_run = args.test or args.align or args.translate
+    if unknown:
+        hint = "; to translate a file: --translate < FILE" if args.translate else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if bool(args.train) != bool(args.valid):
+        parser.error("--train SRC TGT and --valid SRC TGT go together")
+    if args.test and len(args.test) not in (2, 3):
+        parser.error("--test takes SRC TGT, or SRC TGT LINKS")
+    if WORLD_SIZE > 1 and uses_run:
+        parser.error("torchrun is for training only; use python")
+    flags = {key: value for key, value in vars(args).items() if key in Config.__dataclass_fields__}
+    if args.preset and not uses_run:  # a run keeps its own values
+        flags = vars(getattr(Config, args.preset)(**flags))
+    return args, flags
+
+
+def add_config_flags(parser, Config):
+    """A flag for every field of Config, in the groups of its headings."""
     presets = dict(medium=Config.medium(), paper=Config.paper())
     source = inspect.getsource(Config)  # has the help text of each field and the headings
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)", source, re.M))
@@ -358,36 +378,24 @@ def parse_args(Config, description, argv=None):
             kind = dict(choices=typing.get_args(field.type))
         values = {name: getattr(cfg, field.name) for name, cfg in presets.items()}
         changed = [f", {name}: {x}" for name, x in values.items() if x != field.default]
-        shown = f"{field.default}{''.join(changed)}"
-        text = f"{comments.get(field.name, '')} [{shown}]"
+        text = f"{comments.get(field.name, '')} [{field.default}{''.join(changed)}]"
         options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%")) | kind
         group.add_argument("--" + field.name.replace("_", "-"), **options)
-    args = parser.parse_args(argv)
-    if bool(args.train) != bool(args.valid):
-        parser.error("--train SRC TGT and --valid SRC TGT go together")
-    if args.test and len(args.test) not in (2, 3):
-        parser.error("--test takes SRC TGT, or SRC TGT LINKS")
-    flags = {key: value for key, value in vars(args).items() if key in Config.__dataclass_fields__}
-    for name in presets:
-        if getattr(args, name):
-            flags = vars(getattr(Config, name)(**flags))
-    return args, flags
 
 
-def check(config):
-    """Rejects numbers outside the range of their field."""
+def check(config, **ranges):
+    """Rejects unknown choices, and numbers outside the (least, below) of their field in ranges."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        least, below = 0, math.inf
-        if field.name in ("src_vocab", "tgt_vocab"):
-            least = 5  # SPECIALS and a word
-        elif field.type is int and field.name not in ("seed", "align_layer"):
-            least = 1
-        elif field.name in ("dropout", "dropout_out", "smoothing"):
-            below = 1
-        if field.type in (int, float) and not least <= value < below:
-            flag = f"--{field.name.replace('_', '-')} {value}"
-            raise InputError(f"{flag}: must be in [{least}, {below})")
+        flag = f"--{field.name.replace('_', '-')} {value}"
+        choices = typing.get_args(field.type)  # of a Literal
+        if choices and value not in choices:
+            raise InputError(f"{flag}: must be one of {', '.join(choices)}")
+        if field.type in (int, float):
+            least, below = ranges.get(field.name, (int(field.type is int), math.inf))
+            least = min(least, field.default)  # so that a new field can have any default
+            if not least <= value < below:
+                raise InputError(f"{flag}: must be in [{least}, {below})")
 
 
 def saved_config(saved, Config, flags):
@@ -396,8 +404,7 @@ def saved_config(saved, Config, flags):
         raise InputError(f"this run was made by {saved['script']}.py; use that script")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
     flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # upper limits
-    names = list(config)
-    for name in names[: names.index("lr")]:
+    for name in itertools.takewhile(lambda name: name != "lr", config):
         if flags.get(name, config[name]) != config[name]:
             was = f"--{name.replace('_', '-')} {config[name]}"
             raise InputError(f"this run was started with {was}, not {flags[name]}")
@@ -415,21 +422,18 @@ class Corpus:
         self.test_name = "validation set" if self.files else "test set"
 
         def training_pairs():  # read twice: to count words, then to encode them
-            self.skipped = 0
-            for pair in read_pairs(*train):
+            for number, pair in enumerate(read_pairs(*train), 1):
+                self.pairs_read = number
                 if all(0 < len(sentence) <= cfg.max_len for sentence in pair):
                     yield pair
-                else:
-                    self.skipped += 1
 
         if saved:
             self.vocabularies = [Vocabulary(words) for words in saved["vocabularies"]]
         else:
             options = (cfg.src_vocab, cfg.tgt_vocab), cfg.min_count, cfg.share_vocab
             self.vocabularies = build_vocabularies(training_pairs(), *options)
-        if min(map(len, self.vocabularies)) == len(SPECIALS):
-            limits = f"--min-count {cfg.min_count} and --max-len {cfg.max_len}"
-            raise InputError(f"{train[0]}: no words are left with {limits}")
+        if min(map(len, self.vocabularies)) <= len(SPECIALS):
+            raise InputError(f"{train[0]}: no words left; see --min-count, --max-len, --src-vocab")
         self.train = Bitext(training_pairs(), self.vocabularies)
         self.checksum = zlib.crc32(repr(self.valid).encode())
         for side in self.train.tokens:
@@ -444,7 +448,7 @@ class Corpus:
     def __str__(self):
         unknown = max((side == UNK).sum() / (side > EOS).sum() for side in self.train.tokens)
         sizes = " and ".join(f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
-        pairs = f"{len(self.train):,} pairs ({self.skipped:,} skipped)"
+        pairs = f"{len(self.train):,} pairs ({self.pairs_read - len(self.train):,} skipped)"
         return f"{pairs}, vocabularies of {sizes}, at most {unknown:.1%} of words unknown"
 
 
@@ -453,11 +457,8 @@ def read_stdin(vocabulary):
     in_terminal = os.isatty(0)
     while True:
         if in_terminal:
-            print("> ", end="", file=sys.stderr, flush=True)
-        try:
-            lines = list(itertools.islice(sys.stdin.buffer, 1 if in_terminal else 4000))
-        except KeyboardInterrupt:  # without advice to resume
-            sys.exit(130)
+            print("sentence (Ctrl-D ends)> ", end="", file=sys.stderr, flush=True)
+        lines = list(itertools.islice(sys.stdin.buffer, 1 if in_terminal else 4000))
         if not lines:
             return
         sentences = [to_words(line.decode("utf-8-sig", "replace")) for line in lines]
@@ -476,13 +477,12 @@ def report_unknown(sentences, vocabulary):
 
 def write(path, content):
     """Writes a file atomically: an interrupted script never leaves a partial file."""
-    if RANK == 0:  # only the first process writes
-        temporary = f"{path}.tmp"
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # so that the file is also complete after a power cut
-        os.replace(temporary, path)
+    temporary = f"{path}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # so that the file is also complete after a power cut
+    os.replace(temporary, path)
 
 
 def write_log(out, log):  # one line per validation; the last line of a finished run is its result
@@ -490,8 +490,8 @@ def write_log(out, log):  # one line per validation; the last line of a finished
 
 
 def log_validation(out, log, smoothing):
-    write_log(out, log)
-    if RANK == 0:
+    if RANK == 0:  # only the first process writes
+        write_log(out, log)
         smoothed = " (smoothed)" if smoothing else ""
         text = "step {step}, train {loss:.3f}{smoothed}, valid {valid_loss:.3f}, {seconds:.0f} s"
         tqdm.write(text.format(**log[-1], smoothed=smoothed), file=sys.stderr)  # above the bar
@@ -499,7 +499,7 @@ def log_validation(out, log, smoothing):
 
 def format_scores(result):
     lengths = ", ".join(f"{k}: {v:.1f}" for k, v in result["bleu_by_length"].items())
-    text = "loss {loss:.4f}, perplexity {ppl:.3f}, BLEU {bleu:.2f}"
+    text = "loss {loss:.4f}, perplexity {ppl:.4g}, BLEU {bleu:.2f}"
     text += "" if result["aer"] is None else ", AER {aer:.3f}"
     return f"{text.format(**result)}\nBLEU by source length: {lengths}"
 
@@ -516,8 +516,8 @@ def one_line_errors():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; --resume continues a training run", file=sys.stderr)
+        print("interrupted; if training has begun, --resume continues it", file=sys.stderr)
         sys.exit(130)
-    except (InputError, OSError, EOFError, zlib.error) as error:  # the last two: a damaged .gz
+    except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -33,7 +33,7 @@ import data  # noqa: E402
 from data import BOS, EOS  # noqa: E402
 
 torch.set_num_threads(1)  # the models are tiny
-torch.backends.mkldnn.set_flags(False)  # as in the scripts
+torch.backends.mkldnn.set_flags(False)  # as the scripts do on ARM
 
 UPDATE_LINKS = "run: pip install -r docs/make/requirements.txt && python docs/make/papers.py"
 UPDATE_PAGE = "run: python docs/make/draw.py"

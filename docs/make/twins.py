@@ -77,7 +77,7 @@ def because_it(n, max_len=30):
 
 def train(out, seed):
     """Trains the default transformer.py, but for 6,000 steps and with the added sentences."""
-    torch.backends.mkldnn.set_flags(False)  # as in transformer.main
+    torch.backends.mkldnn.set_flags(False)  # as transformer.main does on ARM
     cfg = transformer.Config(steps=6000, seed=seed)
     corpus = data.Corpus(cfg, train=None, valid=None, saved={})  # the built-in corpus
     text = data.read_pairs(*data.built_in("train"))

@@ -178,8 +178,8 @@ class RNNsearch(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, and its comment the help text. Fields above lr are fixed in a run.
-    Minimum: 1 (int), 0 (float), or the default if that is lower; __post_init__ has other limits."""
+    """Every field is a flag, and its comment the help text. A run fixes the fields above lr.
+    An int is at least 1, a float 0, or the default if lower; __post_init__ sets other limits."""
 
     # fmt: off
     # text
@@ -215,7 +215,7 @@ class Config:
     # decoding
     beam: int = 1              # beam size; 1 is greedy decoding
     length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
-    replace_unk: bool = False  # replace <unk> (if training has any) with the word it looks at most
+    replace_unk: bool = False  # copy the source word for each <unk>; needs <unk> in training text
     # fmt: on
 
     def __post_init__(self):
@@ -265,15 +265,15 @@ def make_train_step(model, cfg, optimizer=None):
     """Returns train_step(src, tgt), which makes one update and returns the smoothed loss per token.
     src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
     The learning rate is the optimizer's. Under torchrun, every process passes the whole batch.
-    After adding or unfreezing weights, make a new train_step."""
+    To train weights that were added, replaced or unfrozen later, make a new train_step."""
     optimizer = optimizer or make_optimizer(model, cfg)
     net = bf16_copy(model)  # computes in bf16 on CUDA; the model keeps the float32 weights
     weights = list(model.parameters())
     sizes = [*(p.numel() for p in weights), 1]
     flat = weights[0].new_zeros(sum(sizes))  # all gradients, then the loss, for one all_reduce
-    gradients = [g.as_strided(p.shape, p.stride()) for g, p in zip(flat.split(sizes), weights)]
-    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # which is faster
-    device = flat.device
+    pairs = zip(weights, flat.split(sizes))
+    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]  # dense
+    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # copies faster
     compiled = cfg.compile and flat.is_cuda
     criterion = torch.compile(summed_loss, dynamic=True) if compiled else summed_loss
     n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
@@ -281,23 +281,23 @@ def make_train_step(model, cfg, optimizer=None):
     def forward_backward(src, tgt, scale):
         net.train()
         with torch.no_grad():
-            torch._foreach_copy_(list(net.parameters()), weights)  # to bf16, if net is a bf16 copy
+            torch._foreach_copy_(list(net.parameters()), weights)  # a no-op if net is the model
         loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
-        pairs = zip(net.parameters(), gradients, strict=True)
-        trained, sums = zip(*((p, g) for p, g in pairs if p.requires_grad))
-        collect(sums, torch.autograd.grad(loss, trained, materialize_grads=True))
+        pairs = zip(net.parameters(), gradients)
+        trained, parts = zip(*((p, g) for p, g in pairs if p.requires_grad))
+        collect(parts, torch.autograd.grad(loss, trained, materialize_grads=True))
         return loss.detach()
 
     if compiled:  # now, on a typical batch, because the first shape decides which kernels are used
         compile_parts(net)
         rows = max(min(cfg.batch_tokens // 64, cfg.batch_sentences) // n, 2)
-        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6: 32 is a special case
+        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6: no multiple of 8
         forward_backward(words, words, flat.new_ones(()))
-    forward_backward = graphed(forward_backward, device)
+    forward_backward = graphed(forward_backward, flat.device)
 
     def train_step(src, tgt):
-        # non_blocking: the CPU does not wait until the GPU has finished the steps before this one.
-        src, tgt = (torch.as_tensor(x).to(device, non_blocking=flat.is_cuda) for x in (src, tgt))
+        to = dict(device=flat.device, non_blocking=flat.is_cuda)  # the CPU does not wait
+        src, tgt = (torch.as_tensor(x).to(**to) for x in (src, tgt))
         tokens = (tgt[:, 1:] != PAD).sum()
         count = tokens if cfg.loss_per == "token" else torch.full_like(tokens, len(tgt))
         flat.zero_()
@@ -307,7 +307,7 @@ def make_train_step(model, cfg, optimizer=None):
         if WORLD_SIZE > 1:
             dist.all_reduce(flat)  # a sum: 1 / count already divides by the whole batch
         for p, q, g in zip(weights, net.parameters(), gradients):
-            p.grad = g if p.requires_grad and q.requires_grad else None  # frozen: None, not 0
+            p.grad = g if p.requires_grad and q.requires_grad else None  # 0 would still decay
         if cfg.clip:
             nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
@@ -365,7 +365,7 @@ def beam(model, src, max_len, K, penalty=0.0):
     first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)
     left = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
     T = int(left.max())
-    first_of_K = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)  # as log p
+    first_of_K = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)  # log p
     memory = model.encode(src)  # equal for the K rows of a sentence, so it is never reordered
     state = model.init_state(memory, T)
 
@@ -407,7 +407,7 @@ def beam(model, src, max_len, K, penalty=0.0):
 @torch.no_grad()
 def align(model, src, tgt):
     """alpha (B,T,S) of given translations tgt (B,T+1), by teacher forcing."""
-    assert (tgt[:, 0] == BOS).all(), "tgt must start with BOS, which greedy and beam do not return"
+    assert (tgt[:, 0] == BOS).all(), "tgt must start with BOS, which greedy and beam leave out"
     return model.eval()(src, tgt[:, :-1], need_alpha=True)[1]
 
 
@@ -423,15 +423,15 @@ def translate(model, sentences, vocabularies):
     """Translates strings or lists of words into lists of words, with the beam of model.cfg."""
     cfg = model.cfg
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
-    pairs = [(data.to_words(sentence), []) for sentence in sentences]  # translations go into the []
+    pairs = [[data.to_words(sentence), []] for sentence in sentences]  # [source, translation]
     net = bf16_copy(model.eval())
-    hypotheses = 2048 if next(model.parameters()).is_cuda else 512  # at a time; fewer if long
+    hypotheses = 2048 if next(model.parameters()).is_cuda else 512  # per batch, fewer if long
     for rows, src, _ in inference_batches(model, pairs, vocabularies, 32 * hypotheses // cfg.beam):
         words = (src != PAD).sum(1) - 1  # without EOS
         max_len = torch.where(words > 0, words + 50, 0)  # an empty sentence stays empty
         tokens = beam(net, src, max_len, cfg.beam, cfg.length_penalty)
         for row, ids in zip(rows, tokens.tolist()):
-            pairs[row][1].extend(vocabularies[1].decode(ids))
+            pairs[row][1] = vocabularies[1].decode(ids)
     if cfg.replace_unk:
         alphas = alignments(model, pairs, vocabularies)
         return [data.replace_unknown(*pair, alpha) for pair, alpha in zip(pairs, alphas)]
@@ -531,11 +531,11 @@ def save(path, checkpoint):
 
 def read_checkpoint(path):
     if not path.exists():
-        raise data.InputError(f"no {path.name} in {path.parent}; train first, or give --out")
+        raise data.InputError(f"no {path.name} in {path.parent}; train first, or check --out")
     try:
         return torch.load(path, "cpu", weights_only=True)
-    except (EOFError, OSError, RuntimeError):
-        raise data.InputError(f"{path}: unreadable or incomplete") from None
+    except Exception as error:  # torch.load raises many kinds
+        raise data.InputError(f"{path}: unreadable or damaged") from error
 
 
 def train_command(args, flags, device):
@@ -564,8 +564,8 @@ def train_command(args, flags, device):
         gib = torch.cuda.max_memory_reserved() / 2**30  # 0 on other devices
         result |= dict(seed=cfg.seed, tokens_per_second=speed, gpu_memory_gib=gib)
         data.write_log(args.out, [*log, result])
-        print("", *map(" ".join, pairs[0]), "", sep="\n")
-        print(data.heatmap(*pairs[0], alphas[0]), end="\n\n")
+        source, target = map(" ".join, pairs[0])
+        print(f"\n{source}\n{target}\n\n{data.heatmap(source, target, alphas[0])}\n")
         print(f"{corpus.test_name}: {data.format_scores(result)}")
         gpu = f", {gib:.1f} GiB of GPU memory" if gib else ""
         print(f"{speed:,.0f} tokens/s{gpu}; files are in {args.out}/")
@@ -624,7 +624,7 @@ def bf16_copy(model):
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return model
-    if (torch.backends.cudnn.version() or 0) >= 91300:  # has bf16 RNNs; flatten their weights
+    if (torch.backends.cudnn.version() or 0) >= 91300:  # cuDNN has bf16 RNNs; flatten weights
         torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)
     return copy.deepcopy(model).bfloat16()
 

@@ -68,11 +68,11 @@ def read(path):
         with opener(path, "rb") as file:
             for line in file:
                 number += 1
-                yield to_words(line.removeprefix(b"\xef\xbb\xbf"))  # a BOM; joined files have more
+                yield to_words(line.removeprefix(b"\xef\xbb\xbf"))  # byte order mark, on any line
     except UnicodeDecodeError:
         raise InputError(f"{path}, line {number}: not UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error):
-        raise InputError(f"{path}: not a complete .gz file") from None
+        raise InputError(f"{path}: not a .gz file, or damaged") from None
 
 
 def read_pairs(source, target, gold=None):
@@ -82,7 +82,7 @@ def read_pairs(source, target, gold=None):
     for number, lines in enumerate(itertools.zip_longest(*map(read, paths)), 1):
         if None in lines:
             short = paths[lines.index(None)]
-            raise InputError(f"{short}: ends before line {number} of the other file")
+            raise InputError(f"{short}: ends before line {number}; the parallel text goes on")
         if gold:
             lines = *lines[:2], parse_links(*lines, f"{gold}, line {number}")
         yield lines
@@ -90,14 +90,14 @@ def read_pairs(source, target, gold=None):
         raise InputError(f"{source}: the file is empty")
 
 
-def parse_links(source, target, links, place):  # Pharaoh format: ["0-0", "1-2", ...]
+def parse_links(source, target, words, place):  # Pharaoh format: ["0-0", "1-2", ...]
     try:
-        links = {(int(i), int(j)) for i, j in (link.split("-") for link in links)}
+        pairs = {(int(i), int(j)) for i, j in (word.split("-") for word in words)}
     except ValueError:
         raise InputError(f"{place}: expected links such as 0-0 1-2") from None
-    if any(i >= len(source) or j >= len(target) for i, j in links):
-        raise InputError(f"{place}: a link points past the sentence; words count from 0")
-    return links
+    if any(i >= len(source) or j >= len(target) for i, j in pairs):
+        raise InputError(f"{place}: a link points past the sentence; indices start at 0")
+    return pairs
 
 
 def built_in(split):
@@ -176,14 +176,14 @@ class Bitext:
         """Batches of row numbers that cover each row once, longest first."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        max_rows = max_tokens // 32  # every pair counts as 32 tokens: its translation can be longer
+        max_rows = max_tokens // 32  # at least 32 tokens per pair, for longer translations
         cuts = batch_boundaries(longest[order], max_tokens, max_rows)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
     def batches(self, max_tokens, max_sentences, seed, first_step=0):
         """Endless training batches. Batch k depends only on k and the arguments, for --resume."""
         # Pairs of similar length share a batch, and lengths are rounded up to a multiple of 1/16 of
-        # the longest, outliers aside: little padding and few distinct shapes suit CUDA graphs.
+        # the longest (outliers aside): little padding, and few distinct shapes, for CUDA graphs.
         longest = np.maximum(*self.lengths)
         multiple = max(int(min(longest.max(), 2 * np.quantile(longest, 0.99))) // 16, 1)
         source = round_up(self.lengths[0], multiple)
@@ -218,7 +218,7 @@ def ngrams(words, n):  # how often each sequence of n words occurs
 
 
 def bleu(hypotheses, references):
-    """Corpus BLEU-4, 0 to 100, of two lists of sentences; sacreBLEU's with tokenize="none"."""
+    """Corpus BLEU-4, 0 to 100, of two lists of tokenized sentences; equal to sacreBLEU's."""
     hypotheses, references = ([to_words(x) for x in side] for side in (hypotheses, references))
     matches = [0, 0, 0, 0]  # of 1-grams to 4-grams
     total = [0, 0, 0, 0]
@@ -269,9 +269,9 @@ def pharaoh(alpha):  # the format of fast_align and Marian: i-j, source index fi
 
 def replace_unknown(source, target, alpha):
     """The target with each <unk> replaced by the source word it attends to most."""
-    source, target = to_words(source), to_words(target)
-    best = alpha[:, : max(len(source), 1)].argmax(-1)  # not EOS, unless the source is empty
-    return [source[i] if source and word == "<unk>" else word for i, word in zip(best, target)]
+    source = to_words(source) or ["<unk>"]  # an empty source has no word to copy
+    best = alpha[:, : len(source)].argmax(-1)  # not EOS
+    return [source[i] if word == "<unk>" else word for i, word in zip(best, to_words(target))]
 
 
 def heatmap(source, target, alpha):
@@ -323,9 +323,9 @@ def write_alignments(path, pairs, alphas):
 # ---- 4. the command line: flags, the text of a run, its files ------------------------------------
 def parse_args(Config, description, argv=None):
     """Returns the command line and the fields of Config that it sets (all, with a preset)."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = "\n".join(re.findall(r"\A.+|^    python .+", description, re.M))
+    shown = "\n".join(re.findall(r"\A.+|^    python .+", description, re.M))
+    layout = dict(description=shown, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(**layout, usage=argparse.SUPPRESS, allow_abbrev=False)
     pair = dict(nargs=2, metavar=("SRC", "TGT"))
     mode = parser.add_mutually_exclusive_group()
     start = parser.add_mutually_exclusive_group()
@@ -339,20 +339,20 @@ def parse_args(Config, description, argv=None):
     parser.add_argument("--out", **folder, help="run folder [%(default)s]")
     start.add_argument("--resume", action="store_true", help="continue the training in --out")
     preset = dict(action="store_const", dest="preset")
-    start.add_argument("--medium", **preset, const="medium", help="10,000 to 300,000 pairs (GPU)")
+    start.add_argument("--medium", **preset, const="medium", help="for 10,000 to 300,000 pairs")
     start.add_argument("--paper", **preset, const="paper", help="the paper's sizes and recipe")
     devices = dict(choices=["cpu", "cuda", "mps"])
     parser.add_argument("--device", **devices, help="where to run [cuda, or cpu without a GPU]")
     add_config_flags(parser, Config)
     args, unknown = parser.parse_known_args(argv)
-    uses_run = args.test or args.align or args.translate
     if unknown:
-        hint = "; to translate a file: --translate < FILE" if args.translate else ""
+        hint = "; use --translate < FILE" if args.translate and unknown[0][:1] != "-" else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if bool(args.train) != bool(args.valid):
         parser.error("--train SRC TGT and --valid SRC TGT go together")
     if args.test and len(args.test) not in (2, 3):
         parser.error("--test takes SRC TGT, or SRC TGT LINKS")
+    uses_run = args.test or args.align or args.translate
     if WORLD_SIZE > 1 and uses_run:
         parser.error("torchrun is for training only; use python")
     flags = {key: value for key, value in vars(args).items() if key in Config.__dataclass_fields__}
@@ -384,16 +384,16 @@ def add_config_flags(parser, Config):
 
 
 def check(config, **ranges):
-    """Rejects unknown choices, and numbers outside the (least, below) of their field in ranges."""
+    """Rejects unknown choices and numbers out of range; ranges holds (least, below) of a field."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         flag = f"--{field.name.replace('_', '-')} {value}"
-        choices = typing.get_args(field.type)  # of a Literal
-        if choices and value not in choices:
-            raise InputError(f"{flag}: must be one of {', '.join(choices)}")
+        choices = typing.get_args(field.type)
+        if typing.get_origin(field.type) is typing.Literal and value not in choices:
+            raise InputError(f"{flag}: must be one of {', '.join(map(str, choices))}")
         if field.type in (int, float):
             least, below = ranges.get(field.name, (int(field.type is int), math.inf))
-            least = min(least, field.default)  # so that a new field can have any default
+            least = min(least, field.default)  # a new field can have any finite default
             if not least <= value < below:
                 raise InputError(f"{flag}: must be in [{least}, {below})")
 
@@ -433,7 +433,7 @@ class Corpus:
             options = (cfg.src_vocab, cfg.tgt_vocab), cfg.min_count, cfg.share_vocab
             self.vocabularies = build_vocabularies(training_pairs(), *options)
         if min(map(len, self.vocabularies)) <= len(SPECIALS):
-            raise InputError(f"{train[0]}: no words left; see --min-count, --max-len, --src-vocab")
+            raise InputError("no words left; see --min-count, --max-len, --src-vocab, --tgt-vocab")
         self.train = Bitext(training_pairs(), self.vocabularies)
         self.checksum = zlib.crc32(repr(self.valid).encode())
         for side in self.train.tokens:
@@ -499,7 +499,7 @@ def log_validation(out, log, smoothing):
 
 def format_scores(result):
     lengths = ", ".join(f"{k}: {v:.1f}" for k, v in result["bleu_by_length"].items())
-    text = "loss {loss:.4f}, perplexity {ppl:.4g}, BLEU {bleu:.2f}"
+    text = "loss {loss:.4f}, perplexity {ppl:#.4g}, BLEU {bleu:.2f}"
     text += "" if result["aer"] is None else ", AER {aer:.3f}"
     return f"{text.format(**result)}\nBLEU by source length: {lengths}"
 
@@ -516,7 +516,7 @@ def one_line_errors():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; if training has begun, --resume continues it", file=sys.stderr)
+        print("interrupted; --resume continues a training run that has begun", file=sys.stderr)
         sys.exit(130)
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

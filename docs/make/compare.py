@@ -1,12 +1,12 @@
 """Measures the tables of docs/speed.md on one idle GPU and writes docs/runs/speed.jsonl.
 
-python docs/make/compare.py          measure everything: about 15 minutes on an H200
+python docs/make/compare.py          measure everything: about 10 minutes on an H200
 python docs/make/compare.py tables   print the tables of the log as Markdown
 
-All Transformers have the base size and, unless called "as it comes", the dropout of the paper: on
-embeddings and sublayer outputs, not on attention weights or inside the feed-forward network. They
-train with label smoothing 0.1 and without clipping. The alternatives compute under bf16 autocast,
-update with fused Adam and decode with bf16 weights. Hugging Face's Marian needs transformers.
+All Transformers have the base size and the dropout of the paper: on embeddings and sublayer
+outputs, not on attention weights or inside the feed-forward network. They train with label
+smoothing 0.1 and without clipping. The alternatives compute under bf16 autocast, update with fused
+Adam and decode with bf16 weights. Hugging Face's Marian needs transformers.
 """
 
 import datetime
@@ -15,7 +15,6 @@ import importlib.metadata
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,6 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
@@ -44,9 +42,9 @@ import seq2seq_lstm
 import transformer
 from data import BOS, EOS, PAD
 
-LOG = Path(__file__).resolve().parents[1] / "runs" / "speed.jsonl"
+ROOT = Path(__file__).resolve().parents[2]
+LOG = ROOT / "docs" / "runs" / "speed.jsonl"
 LAYERS = 6  # of the Transformers
-LIMIT = 120  # seconds after which a contestant is stopped if it has not made 100 steps
 
 
 def random_batch(B, S, T, V):
@@ -56,18 +54,19 @@ def random_batch(B, S, T, V):
     return src, tgt
 
 
-def milliseconds(function, repeats=20, warm_up=6):
-    """The median time of a call; compiling and recording happen during the warm-up."""
+def milliseconds(function, repeats, warm_up, in_a_row=1):
+    """Times of a call, sorted; compiling and recording happen during the warm-up."""
     times = []
-    for n in range(warm_up + repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    for _ in range(warm_up):
         function()
-        end.record()
+    for _ in range(repeats):
         torch.cuda.synchronize()
-        if n >= warm_up:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
+        start = time.perf_counter()
+        for _ in range(in_a_row):
+            function()
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start) / in_a_row)
+    return sorted(times)
 
 
 # ---- contestants: each function takes V and returns a training step ------------------------------
@@ -77,20 +76,26 @@ def ours(script, V, **flags):
     return script.make_train_step(script.Model(cfg).cuda(), cfg)
 
 
-def alternative(make_model, V, clip=0.0, smoothing=0.1, **compile_options):
-    """make_model(V) makes a module that is called with src and tgt_in and returns logits."""
+def alternative(make_model, V, clip=0.0, smoothing=0.1, compiled=None):
+    """make_model(V) makes a module that is called with src and tgt_in and returns logits. Compiled
+    as a whole, with its loss and with CUDA graphs, or layer by layer, for any length."""
     torch.backends.cuda.enable_cudnn_sdp(True)  # torch's default
     model = make_model(V).cuda().train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    criterion = nn.CrossEntropyLoss(ignore_index=PAD, label_smoothing=smoothing)
+    if compiled == "by layer":
+        criterion.compile(dynamic=True)
+        for part in model.modules():
+            if isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+                part.compile(dynamic=True)
 
     def loss(src, tgt):
         with torch.autocast("cuda", torch.bfloat16):
             logits = model(src, tgt[:, :-1]).flatten(0, 1).float()
-        options = dict(ignore_index=PAD, label_smoothing=smoothing)
-        return F.cross_entropy(logits, tgt[:, 1:].flatten(), **options)
+        return criterion(logits, tgt[:, 1:].flatten())
 
-    if compile_options:
-        loss = torch.compile(loss, **compile_options)
+    if compiled == "all":
+        loss = torch.compile(loss, mode="reduce-overhead")  # CUDA graphs
 
     def train_step(src, tgt):
         src, tgt = (x.cuda(non_blocking=True) for x in (src, tgt))
@@ -106,18 +111,17 @@ def alternative(make_model, V, clip=0.0, smoothing=0.1, **compile_options):
 class TorchTransformer(nn.Module):
     """torch.nn.Transformer with one embedding matrix."""
 
-    def __init__(self, V, paper_dropout=True):
+    def __init__(self, V):
         super().__init__()
         self.E = nn.Embedding(V, 512)
         self.positions = nn.Parameter(torch.randn(512, 512))
         self.drop = nn.Dropout(0.1)
         self.transformer = nn.Transformer(512, 8, LAYERS, LAYERS, 2048, 0.1, batch_first=True)
-        if paper_dropout:
-            for part in self.transformer.modules():
-                if isinstance(part, nn.MultiheadAttention):
-                    part.dropout = 0.0
-                elif isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-                    part.dropout = nn.Identity()  # the one inside the feed-forward network
+        for part in self.transformer.modules():
+            if isinstance(part, nn.MultiheadAttention):
+                part.dropout = 0.0
+            elif isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+                part.dropout = nn.Identity()  # the one inside the feed-forward network
 
     def embed(self, words):
         return self.drop(self.E(words) * math.sqrt(512) + self.positions[: words.size(1)])
@@ -168,8 +172,6 @@ class Recurrent(nn.Module):
         return self.W(s + 0 * h[:, :1, : s.size(-1)])  # so that backward includes the encoder
 
 
-GRAPHS = dict(mode="reduce-overhead")  # CUDA graphs
-OWN_DROPOUT = partial(TorchTransformer, paper_dropout=False)
 GRUS = partial(Recurrent, nn.GRU, 620, 1000, 1, True)
 LSTMS = partial(Recurrent, nn.LSTM, 1000, 1000, 4, False)
 PLAIN = dict(clip=1.0, smoothing=0.0)  # as in the papers of the recurrent models
@@ -178,10 +180,9 @@ TRAINING = {  # work -> (B, S = T, V) and contestants
         "ours": partial(ours, transformer, layers=LAYERS),
         "ours, `--no-compile`": partial(ours, transformer, layers=LAYERS, compile=False),
         "`torch.nn.Transformer`": partial(alternative, TorchTransformer),
-        "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, **GRAPHS),
-        "the same with its own dropout": partial(alternative, OWN_DROPOUT, **GRAPHS),
+        "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, compiled="all"),
         "Hugging Face Marian": partial(alternative, Marian),
-        "Hugging Face Marian, compiled": partial(alternative, Marian, **GRAPHS),
+        "Hugging Face Marian, compiled": partial(alternative, Marian, compiled="all"),
     }),
     "RNNsearch": ((80, 50, 30000), {
         "ours": partial(ours, bahdanau),
@@ -199,23 +200,25 @@ TRAINING = {  # work -> (B, S = T, V) and contestants
 MIXED = {
     "ours": partial(ours, transformer, layers=LAYERS),
     "`torch.nn.Transformer`": partial(alternative, TorchTransformer),
-    "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, dynamic=None),
-    "the same with `dynamic=True`": partial(alternative, TorchTransformer, dynamic=True),
+    "`torch.nn.Transformer`, compiled layer by layer": partial(
+        alternative, TorchTransformer, compiled="by layer"
+    ),
 }
 
 
 # ---- measurements: each yields entries of the log ------------------------------------------------
 def training():
-    """Random batches of one shape."""
+    """Random batches of one shape, eight steps in a row: the CPU need not wait for the GPU."""
     for work, ((B, T, V), contestants) in TRAINING.items():
         batch = random_batch(B, T, T, V)
         for name, make in contestants.items():
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()
-            speed = 2 * B * T / milliseconds(partial(make(V), *batch))
+            times = milliseconds(partial(make(V), *batch), repeats=15, warm_up=6, in_a_row=8)
+            speeds = [2 * B * T / times[k] for k in (len(times) // 2, -1, 0)]  # median, min., max.
             shape = f"B = {B}, S = T = {T}, V = {V:,}"
-            yield dict(table="training", work=work, shape=shape, name=name, speed=speed)
+            yield dict(table="training", work=work, shape=shape, name=name, speeds=speeds)
 
 
 def mixed_lengths(name, V=32000):
@@ -236,43 +239,33 @@ def mixed_lengths(name, V=32000):
     step = MIXED[name](V)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for n, batch in enumerate(batches[:100], 1):
+    for batch in batches[:100]:
         step(*batch)
-        seconds = time.perf_counter() - start
-        print(json.dumps(dict(steps=n, seconds=seconds, speed=None)), flush=True)
-        if seconds > LIMIT:
-            return
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     rest = {shape: batch for shape, batch in zip(shapes, batches) if shape not in shapes[:100]}
     for batch in rest.values():
         step(*batch)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for batch in batches[:100]:
-        step(*batch)
-    torch.cuda.synchronize()
     tokens = sum((x != PAD).sum().item() for batch in batches[:100] for x in batch)
-    speed = tokens / (time.perf_counter() - start) / 1000
-    print(json.dumps(dict(steps=100, seconds=seconds, speed=speed, shapes=len(set(shapes)))))
+    speeds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for batch in batches[:100]:
+            step(*batch)
+        torch.cuda.synchronize()
+        speeds.append(tokens / (time.perf_counter() - start) / 1000)
+    low, median, high = sorted(speeds)
+    shapes = len(set(shapes))
+    print(json.dumps(dict(seconds=seconds, speeds=[median, low, high], shapes=shapes)))
 
 
 def mixed():
-    """Every contestant in a process of its own, whose compilation cache is empty. The compiled ones
-    run side by side, because they spend their time in the compiler."""
-    first, eager, *compiled = MIXED
-    for names in ([first], [eager], compiled):
-        commands = [[sys.executable, __file__, "mixed", name] for name in names]
-        running = [subprocess.Popen(x, stdout=subprocess.PIPE, text=True) for x in commands]
-        for name, process in zip(names, running):
-            try:
-                printed, _ = process.communicate(timeout=LIMIT + 60)
-            except subprocess.TimeoutExpired:  # in the middle of a step
-                process.kill()
-                printed, _ = process.communicate()
-            *_, last = ['{"steps": 0, "seconds": null, "speed": null}', *printed.splitlines()]
-            failed = process.returncode > 0  # not killed
-            yield dict(table="mixed", name=name, **json.loads(last), failed=failed)
+    """Every contestant in a process of its own, whose compilation cache is empty."""
+    for name in MIXED:
+        command = [sys.executable, __file__, "mixed", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        yield dict(table="mixed", name=name, **json.loads(done.stdout))
 
 
 def decoding(V=32000, S=32, T=64):
@@ -302,7 +295,7 @@ def decoding(V=32000, S=32, T=64):
         for B in (1, 64, 512):
             src, _ = random_batch(B, S, 1, V)
             with torch.inference_mode():
-                speeds.append(1000 * B / milliseconds(partial(decode, src), 5, 2))
+                speeds.append(1000 * B / milliseconds(partial(decode, src), 5, 2)[2])  # the median
         yield dict(table="decoding", name=name, speeds=speeds)
 
 
@@ -316,41 +309,61 @@ def our_decoding(V=30000, S=32, T=64):
         for K in (1, 5):
             for B in (1, 64, 512):
                 src, _ = random_batch(B, S, 1, V)
-                times.append(milliseconds(partial(script.beam, model, src, T, K, 0.6), 5, 2))
+                times.append(milliseconds(partial(script.beam, model, src, T, K, 0.6), 5, 2)[2])
         yield dict(table="scripts", name=f"`{script.__name__}.py`", milliseconds=times)
+
+
+def memory():
+    """The GPU memory that --paper reserves for 100 steps, validation and decoding; all at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        grammar = [ROOT / "corpus" / "grammar.py", folder, "--max-len", "100"]
+        subprocess.run([sys.executable, *grammar], check=True)
+        text = [f"{folder}/{x}" for x in ("train.en", "train.fr", "valid.en", "valid.fr")]
+        flags = ["--paper", "--steps", "100", "--train", *text[:2], "--valid", *text[2:]]
+        running = {}
+        for name in ("transformer", "bahdanau", "luong", "seq2seq_lstm"):
+            command = [sys.executable, ROOT / f"{name}.py", *flags, "--out", f"{folder}/{name}"]
+            running[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        for name, process in running.items():
+            process.wait()
+            *_, result = Path(folder, name, "log.jsonl").read_text().splitlines()
+            gib = json.loads(result)["gpu_memory_gib"]
+            yield dict(table="memory", name=f"`{name}.py`", gib=gib)
 
 
 # ---- the tables of docs/speed.md -----------------------------------------------------------------
 def tables(log):
     """The lines of the tables, as Markdown."""
-    rows = {name: [] for name in ("training", "mixed", "decoding", "scripts")}
-    for entry in log[1:]:
-        name, speed = entry["name"], entry.get("speed")
-        if entry["table"] == "training":
-            if name == "ours":
-                ours = speed
-                rows["training"].append(f"**{entry['work']}**, {entry['shape']} | | ")
-            is_equal_work = entry["work"].startswith("Transformer")
-            cells = [name, f"{speed:,.0f}", f"{ours / speed:.2f}" if is_equal_work else ""]
-        elif entry["table"] == "mixed":
-            reached = f"stopped in step {entry['steps'] + 1}"
-            if entry["failed"]:
-                reached = f"`torch.compile` fails in step {entry['steps'] + 1}"
-            cells = [name, reached, ""]
-            if speed:
-                cells = [name, f"{entry['seconds']:.0f} s", f"{speed:,.0f}"]
-        elif entry["table"] == "decoding":
-            cells = [name, *(f"{x:.1f}" if x < 10 else f"{x:,.0f}" for x in entry["speeds"])]
-        else:
-            times = [f"{x:.0f}" for x in entry["milliseconds"]]
-            cells = [name, " / ".join(times[:3]), " / ".join(times[3:])]
-        rows[entry["table"]].append(" | ".join(cells))
     heads = dict(
-        training="training | thousand tokens/s | ours / this",
-        mixed="mixed lengths | until step 100 | thousand tokens/s after that",
+        training="training | thousand tokens/s | minimum to maximum | ours / this",
+        mixed="mixed lengths | until step 100 | thousand tokens/s after that | ours / this",
         decoding="greedy decoding, sentences/s | B = 1 | B = 64 | B = 512",
         scripts="milliseconds, B = 1 / 64 / 512 | greedy | beam of five",
+        memory="`--paper` | GiB of GPU memory",
     )
+    rows = {name: [] for name in heads}
+    ours = {}  # table or work -> speed
+    for entry in log[1:]:
+        table, name = entry["table"], entry["name"]
+        work = entry.get("work", table)
+        if table == "training" and name == "ours":
+            rows[table].append(f"**{work}**, {entry['shape']} | | | ")
+        if table in ("training", "mixed"):
+            speed, low, high = entry["speeds"]
+            ratio = f"{ours.setdefault(work, speed) / speed:.2f}"
+        if table == "training":
+            is_equal_work = work.startswith("Transformer")
+            cells = [f"{speed:,.0f}", f"{low:,.0f} to {high:,.0f}", ratio if is_equal_work else ""]
+        elif table == "mixed":
+            cells = [f"{entry['seconds']:.0f} s", f"{speed:,.0f}", ratio]
+        elif table == "decoding":
+            cells = [f"{x:.1f}" if x < 10 else f"{x:,.0f}" for x in entry["speeds"]]
+        elif table == "scripts":
+            times = [f"{x:.0f}" for x in entry["milliseconds"]]
+            cells = [" / ".join(times[:3]), " / ".join(times[3:])]
+        else:
+            cells = [f"{entry['gib']:.1f}"]
+        rows[table].append(" | ".join([name, *cells]))
     for table, head in heads.items():
         yield f"| {head} |"
         yield "|---" * (head.count("|") + 1) + "|"
@@ -370,7 +383,7 @@ def main():
     machine = dict(gpu=torch.cuda.get_device_name(), cudnn=torch.backends.cudnn.version())
     about = dict(table="about", date=str(datetime.date.today()), **machine, **versions)
     with LOG.open("w") as log:
-        for entry in chain([about], our_decoding(), decoding(), training(), mixed()):
+        for entry in chain([about], our_decoding(), decoding(), training(), mixed(), memory()):
             line = json.dumps(entry, ensure_ascii=False)
             print(line, flush=True)
             print(line, file=log, flush=True)

@@ -159,8 +159,16 @@ def test_exercises(copies):
     run_python(copies, "", "bahdanau.py", "--out", "runs/printed", *TINY_RUN)
     for script in ("seq2seq_lstm.py", "bahdanau.py", "transformer.py"):
         run_python(copies, "BLEU", script, *TINY_RUN)
-    for code in blocks("python"):
+    for code in blocks("python")[:-1]:
         run_python(copies, r"\A[\d., \[\]\n]+\Z", "-c", code)
+
+
+def test_training_loop():
+    """The training loop, the last block, learns to reverse digits, and to align them."""
+    torch.manual_seed(1)
+    names = {}
+    exec(blocks("python")[-1], names)
+    assert names["alpha"][0, :-1].argmax(-1).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
 # ---- show_attend_tell.py -------------------------------------------------------------------------

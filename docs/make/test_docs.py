@@ -79,7 +79,7 @@ def test_speed():
     import compare
 
     text = (DOCS / "speed.md").read_text(encoding="utf-8")
-    found = re.findall(r"^\|.*\|$", text.split("## Why")[0], re.M)
+    found = re.findall(r"^\|.*\|$", text.split("## bf16")[0], re.M)
     log = compare.LOG.read_text(encoding="utf-8").splitlines()
     want = list(compare.tables([json.loads(line) for line in log]))
     assert found == want, "run: python docs/make/compare.py tables"

@@ -218,7 +218,7 @@ def ngrams(words, n):  # how often each sequence of n words occurs
 
 
 def bleu(hypotheses, references):
-    """Corpus BLEU-4, 0 to 100, of two lists of tokenized sentences; equal to sacreBLEU's."""
+    """Corpus BLEU-4, 0 to 100, of tokenized sentences; sacreBLEU's with tokenize="none"."""
     hypotheses, references = ([to_words(x) for x in side] for side in (hypotheses, references))
     matches = [0, 0, 0, 0]  # of 1-grams to 4-grams
     total = [0, 0, 0, 0]

@@ -317,8 +317,8 @@ def make_train_step(model, cfg, optimizer=None):
     weights = list(model.parameters())
     sizes = [*(p.numel() for p in weights), 1]
     flat = weights[0].new_zeros(sum(sizes))  # all gradients, then the loss, for one all_reduce
-    pairs = zip(weights, flat.split(sizes))
-    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]  # dense
+    pairs = zip(weights, flat.split(sizes))  # empty_like(p) is dense, even if p is a slice
+    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]
     collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # copies faster
     compiled = cfg.compile and flat.is_cuda
     criterion = torch.compile(summed_loss, dynamic=True) if compiled else summed_loss
@@ -342,7 +342,7 @@ def make_train_step(model, cfg, optimizer=None):
     forward_backward = graphed(forward_backward, flat.device)
 
     def train_step(src, tgt):
-        to = dict(device=flat.device, non_blocking=flat.is_cuda)  # the CPU does not wait
+        to = dict(device=flat.device, non_blocking=flat.is_cuda)  # without waiting for the GPU
         src, tgt = (torch.as_tensor(x).to(**to) for x in (src, tgt))
         tokens = (tgt[:, 1:] != PAD).sum()
         count = tokens if cfg.loss_per == "token" else torch.full_like(tokens, len(tgt))

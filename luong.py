@@ -27,8 +27,8 @@ Deviations from the paper
 - The decoder's LSTMs have biases, as in Zaremba et al., whom the paper cites; the encoder's have
   none, as in the authors' code, so that zero padding leaves a zero state unchanged.
 - Dropout also acts before the softmax. The clipped norm includes embeddings; the authors' does not.
-- Where the paper is silent: beam 10, in which ended hypotheses keep their places; 0 to n + 50 words
-  for n source words; the best validation loss. --replace-unk has no dictionary. bf16 on CUDA.
+- Where the paper is silent: beam 10, whose ended hypotheses keep their places; 0 to n + 50 words
+  for n source words; best validation loss. --replace-unk has no dictionary. bf16 on CUDA for speed.
 - Without --paper: one small layer, Adam, label smoothing, global attention; see --help.
 """
 

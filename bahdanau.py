@@ -223,7 +223,7 @@ class Config:
 
     @classmethod
     def medium(cls, **overrides):
-        """For 10,000 to 300,000 sentence pairs; chosen on the validation set of Multi30k."""
+        """For 10,000 to 100,000 sentence pairs; chosen on the validation set of Multi30k."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, attn=256, maxout=256, dropout=0.5, dropout_out=0.5)
         recipe = dict(lr=0.006, warmup=200, clip=1.0, average=10, beam=5, length_penalty=1.0)

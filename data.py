@@ -339,7 +339,7 @@ def parse_args(Config, description, argv=None):
     parser.add_argument("--out", **folder, help="run folder [%(default)s]")
     start.add_argument("--resume", action="store_true", help="continue the training in --out")
     preset = dict(action="store_const", dest="preset")
-    start.add_argument("--medium", **preset, const="medium", help="for 10,000 to 300,000 pairs")
+    start.add_argument("--medium", **preset, const="medium", help="for 10,000 to 100,000 pairs")
     start.add_argument("--paper", **preset, const="paper", help="the paper's sizes and recipe")
     devices = dict(choices=["cpu", "cuda", "mps"])
     parser.add_argument("--device", **devices, help="where to run [cuda, or cpu without a GPU]")

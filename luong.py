@@ -271,7 +271,7 @@ class Config:
 
     @classmethod
     def medium(cls, **overrides):
-        """For 10,000 to 300,000 pairs; chosen on Multi30k's validation set, dot on Europarl's."""
+        """For 10,000 to 100,000 pairs; chosen on Multi30k's validation set, dot on Europarl's."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, score="dot", input_feeding=True, dropout=0.5, init=0.08)
         recipe = dict(lr=0.008, clip=1.0, smoothing=0.2, average=10, beam=5, length_penalty=1.0)

@@ -171,7 +171,7 @@ class Config:
 
     @classmethod
     def medium(cls, **overrides):
-        """For 10,000 to 300,000 sentence pairs; chosen on the validation set of Multi30k."""
+        """For 10,000 to 100,000 sentence pairs; chosen on the validation set of Multi30k."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=512, hidden=1024, dropout=0.6, init=0.08)
         recipe = dict(lr=0.006, warmup=200, smoothing=0.2, average=10, beam=5, length_penalty=1.0)

@@ -227,8 +227,9 @@ def greedy(model, images, max_len=18):  # the longest captions have 18 words wit
 
 @torch.inference_mode()
 def evaluate(model, scenes):
-    """Exact match and BLEU of greedy captions. With gold captions, pointing: the share of the
-    attention that is on the object named by a color or shape; chance: that object's area."""
+    """Exact match and BLEU of greedy captions. With gold captions, for every color and shape:
+    pointing, the share of the attention on the object named; argmax, whether the largest weight
+    is on it; chance, its area."""
     images, tgt = to_tensors(scenes)
     hypotheses = [VOCABULARY.decode(row) for row in greedy(model, images)[0].tolist()]
     references = [scene.words for scene in scenes]
@@ -239,10 +240,10 @@ def evaluate(model, scenes):
         for word, owner, look in zip(scene.words, scene.owner, looks):
             if word in COLORS or word in SHAPES:
                 cells = scene.regions[owner].reshape(GRID, 6, GRID, 6).any((1, 3)).ravel()
-                points.append((look @ cells, cells.mean()))  # weight on the object; its area
-    pointing, chance = 100 * np.mean(points, 0)
+                points.append((look @ cells, cells[look.argmax()], cells.mean()))
+    pointing, argmax, chance = 100 * np.mean(points, 0)
     scores = dict(exact=100 * np.mean(exact), bleu=data.bleu(hypotheses, references))
-    scores |= dict(pointing=pointing, chance=chance)
+    scores |= dict(pointing=pointing, argmax=argmax, chance=chance)
     return {name: round(float(score), 2) for name, score in scores.items()}
 
 

@@ -1,4 +1,4 @@
-"""Draws length.svg, alignment.svg, learning.svg and attention.html from docs/runs.
+"""Draws attention.html and the figures of results.md and README.md from docs/runs.
 
 python docs/make/draw.py          draws the data in docs/runs
 python docs/make/draw.py --film   first trains the models again, about 15 minutes on two cores, and
@@ -25,6 +25,7 @@ CURVES = {  # label -> color, visible on light and dark backgrounds
     "luong.py with input feeding": "#8e5bd0",
     "transformer.py": "#1f9d6b",
 }
+STEPS = {"1,700 steps": "#8a949e", "6,800 steps": "#d68a00", "27,200 steps": "#2f7fd6"}
 LENGTHS = ("1-10", "11-20", "21-30", "31-40", "41-50", "51-60")
 STYLE = "text{fill:#6e7781}.grid{stroke:#8886}.cell{fill:#2f7fd6}"
 FONT = 'font-family="sans-serif" font-size="13"'
@@ -67,17 +68,32 @@ def curve_of(run):
     return script
 
 
-def by_length(name):
-    """{curve: BLEU, a row per seed, a column per length} of an experiment."""
+def steps_of(run):
+    """(script, steps) of a run of attention.jsonl on the built-in corpus, or None.
+
+    Without attention, only runs with the better learning rate for their steps count.
+    """
+    flags = dict(re.findall(r"--(\S+) (\S+)", run["flags"]))
+    steps = int(flags.get("steps", 1700))
+    best = "0.003" if steps == 27200 else "0.006"
+    if run["data"] == "built-in" and flags.get("lr", best) == best:
+        return run["script"], f"{steps:,} steps"
+    return None
+
+
+def by_length(name, label_of):
+    """{label: BLEU, a row per seed, a column per length} of an experiment."""
     curves = {}
     for line in (DOCS / "runs" / name).read_text().splitlines():
         run = json.loads(line)
-        scores = run["result"]["bleu_by_length"]
-        curves.setdefault(curve_of(run), []).append([scores[length] for length in LENGTHS])
-    return {curve: np.array(curves[curve]) for curve in CURVES if curve in curves}
+        if label := label_of(run):
+            scores = run["result"]["bleu_by_length"]
+            row = [scores[length] for length in LENGTHS if length in scores]
+            curves.setdefault(label, []).append(row)
+    return {label: np.array(rows) for label, rows in curves.items()}
 
 
-def draw_panel(left, title, curves, top):
+def draw_panel(left, title, curves, top, colors):
     """A line per curve, the mean of its seeds, in a band from the worst seed to the best."""
 
     def x(k):
@@ -90,16 +106,19 @@ def draw_panel(left, title, curves, top):
         return [f"{x(k):.0f},{y(value):.1f}" for k, value in enumerate(values)]
 
     parts = [text(left, 24, title, BOLD)]
-    last = len(LENGTHS) - 1
+    lengths = LENGTHS[: next(iter(curves.values())).shape[1]]
+    last = len(lengths) - 1
     for bleu in range(0, top + 1, top // 5):
         ends = f'x1="{left}" x2="{x(last) + 20}" y1="{y(bleu):.0f}" y2="{y(bleu):.0f}"'
         parts.append(f'<line class="grid" {ends}/>')
         parts.append(text(left - 6, y(bleu) + 4, str(bleu), TO_THE_LEFT))
-    for k, name in enumerate(LENGTHS):
+    for k, name in enumerate(lengths):
         parts.append(text(x(k), 310, name, CENTERED))
     parts.append(text(x(last / 2), 330, "words in the source sentence", CENTERED))
-    for curve, table in curves.items():
-        color = CURVES[curve]
+    for label, color in colors.items():
+        if label not in curves:
+            continue
+        table = curves[label]
         band = " ".join(points(table.min(0)) + points(table.max(0))[::-1])
         mean = " ".join(points(table.mean(0)))
         parts.append(f'<polygon points="{band}" fill="{color}" opacity="0.2"/>')
@@ -107,15 +126,30 @@ def draw_panel(left, title, curves, top):
     return parts
 
 
-def draw_lengths():
-    parts = draw_panel(50, "BLEU on long", by_length("long.jsonl"), 100)
-    parts += draw_panel(490, "BLEU, Europarl English-French", by_length("europarl.jsonl"), 50)
-    for n, (label, color) in enumerate(CURVES.items()):
-        x, y = (60, 345, 600)[n // 2], 352 + 22 * (n % 2)
+def draw_legend(colors, columns, rows):
+    parts = []
+    for n, (label, color) in enumerate(colors.items()):
+        x, y = columns[n // rows], 352 + 22 * (n % rows)
         line = f'x1="{x}" x2="{x + 24}" y1="{y - 4}" y2="{y - 4}"'
         parts.append(f'<line {line} stroke="{color}" stroke-width="4"/>')
         parts.append(text(x + 30, y, label))
-    write_svg("length.svg", 940, 390, parts)
+    return parts
+
+
+def draw_lengths():
+    parts = draw_panel(50, "BLEU on long", by_length("long.jsonl", curve_of), 100, CURVES)
+    europarl = by_length("europarl.jsonl", curve_of)
+    parts += draw_panel(490, "BLEU, Europarl English-French", europarl, 50, CURVES)
+    write_svg("length.svg", 940, 390, parts + draw_legend(CURVES, (60, 345, 600), rows=2))
+
+
+def draw_bottleneck():
+    runs = by_length("attention.jsonl", steps_of)
+    parts = draw_legend(STEPS, (60, 215, 370), rows=1)
+    for left, title, script in ((50, "without", "seq2seq_lstm.py"), (300, "with", "luong.py")):
+        curves = {steps: table for (name, steps), table in runs.items() if name == script}
+        parts += draw_panel(left, f"BLEU {title} attention", curves, 100, STEPS)
+    write_svg("bottleneck.svg", 520, 365, parts)
 
 
 # ---- attention weights ---------------------------------------------------------------------------
@@ -238,6 +272,7 @@ def train(script, pairs):
 if __name__ == "__main__":
     if sys.argv[1:] == ["--film"]:
         film()
+    draw_bottleneck()
     draw_lengths()
     draw_weights("alignment.svg", slice(4))
     draw_weights("learning.svg", slice(1, 4), 'dur="10s" repeatCount="3" calcMode="discrete"')

@@ -1215,11 +1215,11 @@ def run_with_fault(*args):
 
 
 def contents_of_run(out):
-    """Return all weights, optimizer states, logs and links that a run saved, without times."""
+    """Return weights, optimizer states, logs and links of a run, without times and GPU memory."""
     saved = {file: torch.load(Path(out, file)) for file in ("last.pt", "model.pt")}
     saved |= dict(log=read_log(out), links=Path(out, "align.txt").read_text())
     for entry in saved["log"] + saved["last.pt"]["log"]:
-        entry["seconds"] = entry["tokens_per_second"] = None
+        entry["seconds"] = entry["tokens_per_second"] = entry["gpu_memory_gib"] = None
     return tree_map_only(torch.Tensor, lambda x: zlib.crc32(x.numpy().tobytes()), saved)
 
 

@@ -71,12 +71,12 @@ def curve_of(run):
 def steps_of(run):
     """(script, steps) of a run of attention.jsonl on the built-in corpus, or None.
 
-    Without attention, only runs with the better learning rate for their steps count.
+    Without attention, only runs with 128 units and the learning rate of the caption count.
     """
     flags = dict(re.findall(r"--(\S+) (\S+)", run["flags"]))
     steps = int(flags.get("steps", 1700))
-    best = "0.003" if steps == 27200 else "0.006"
-    if run["data"] == "built-in" and flags.get("lr", best) == best:
+    lr = "0.003" if steps == 27200 else "0.006"
+    if run["data"] == "built-in" and flags.get("lr", lr) == lr and flags.get("hidden") != "256":
         return run["script"], f"{steps:,} steps"
     return None
 

@@ -212,11 +212,12 @@ def as_weights(text, columns):
 
 
 def page():
-    """attention.html: its template, with the style and the recordings of docs/runs inserted."""
+    """attention.html: its template, with the recordings and logs of docs/runs inserted."""
     text = (MAKE / "attention_template.html").read_text()
-    text = text.replace("/* style */", (MAKE / "style.css").read_text())
-    for name in re.findall(r">/\* (\w+) \*/<", text):
-        content = (DOCS / "runs" / f"{name}.json").read_text().strip()
+    for name in re.findall(r">/\* (\S+) \*/<", text):
+        content = (DOCS / "runs" / name).read_text().strip()
+        if name.endswith(".jsonl"):
+            content = f"[{','.join(content.splitlines())}]"
         text = text.replace(f"/* {name} */", content.replace("</", "<\\/"))
     return text
 

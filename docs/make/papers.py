@@ -167,7 +167,7 @@ def listings(path, starts, linked):
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def paper(title, body, linked):
+def paper(title, body, linked, notation):
     """(name of the script, article): the explanation of each section beside its code."""
     intro, *sections = re.split(r"^### ", body, flags=re.M)
     links = [LINK.search(section.split("\n")[0]) for section in sections]
@@ -175,7 +175,8 @@ def paper(title, body, linked):
     starts = [int(link[3]) for link in links if link]
     assert starts == sorted(starts), f"{title}: the sections are not in the order of the code"
     top, *code = listings(path, starts, linked)
-    out = [f'<header><h2>{title}</h2>{to_html(intro)}<div class="box">{top}</div></header>']
+    intro = to_html(intro) + f"<details><summary>Notation</summary>{notation}</details>"
+    out = [f'<header><h2>{title}</h2>{intro}<div class="box">{top}</div></header>']
     for section, link in zip(sections, links):
         heading, text = section.split("\n", 1)
         topic, _, _ = heading.partition(": ")
@@ -194,14 +195,15 @@ def build():
     linked = {line_id(link) for link in LINK.finditer(text)}
     for section in re.split(r"^## ", text, flags=re.M)[1:]:
         title, body = section.split("\n", 1)
-        if re.search(r"^### .*#L", body, re.M):
-            name, article = paper(title, body, linked)
+        if title == "Notation":  # folded, in every paper
+            notation = to_html(body)
+        elif re.search(r"^### .*#L", body, re.M):
+            name, article = paper(title, body, linked, notation)
             tabs.append(f'<a href="#{name}">{title}</a>')
             articles.append(article)
         else:
             notes.append(f"<h2>{title}</h2>{to_html(body)}")
     page = (MAKE / "papers_template.html").read_text(encoding="utf-8")
-    page = page.replace("/* style */", (MAKE / "style.css").read_text())
     for place, parts in dict(tabs=tabs, articles=articles, notes=notes).items():
         page = page.replace(f"<!-- {place} -->", "\n".join(parts))
     return page

@@ -1,8 +1,6 @@
 """Tests of docs/: links, generated pages, diffs, and show_attend_tell.py.
 
-python -m pytest -q docs/make/test_docs.py
-
-test_pages.py uses the pages in a browser.
+python -m pytest -q docs/make    test_pages.py needs a browser
 """
 
 import json
@@ -56,6 +54,21 @@ def test_links_to_code():
         assert found, f"{page.name}: {file}, line {line} is not {code}; {UPDATE_LINKS}"
 
 
+def test_line_counts():
+    """README has the length of every model and script, and the lines of bahdanau.py's model."""
+    text = (ROOT / "README.md").read_text()
+    for row in re.findall(r"^\| \[`\w+\.py`\].*", text, re.M):
+        (name,) = re.findall(r"^\| \[`(\w+\.py)`", row)
+        lines = (ROOT / name).read_text().splitlines()
+        first = next(n for n, line in enumerate(lines, 1) if line.startswith("class "))
+        last = lines.index("@dataclasses.dataclass") - 2
+        want = f"| {last - first + 1} / {len(lines)} |"
+        assert want in row, f"README: {name} has {want}"
+        if name == "bahdanau.py":
+            want = f"[lines {first} to {last} of `{name}`]({name}#L{first}-L{last})"
+            assert want in text, f"README: {name} has {want}"
+
+
 def test_attention_page():
     """attention.html is current, and in it the models with attention output the references."""
     assert draw.page() == (DOCS / "attention.html").read_text(), UPDATE_PAGE
@@ -79,7 +92,7 @@ def test_speed():
     import compare
 
     text = (DOCS / "speed.md").read_text(encoding="utf-8")
-    found = re.findall(r"^\|.*\|$", text.split("## bf16")[0], re.M)
+    found = re.findall(r"^\|.*\|$", text, re.M)
     log = compare.LOG.read_text(encoding="utf-8").splitlines()
     want = list(compare.tables([json.loads(line) for line in log]))
     assert found == want, "run: python docs/make/compare.py tables"

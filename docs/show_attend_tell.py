@@ -35,12 +35,10 @@ Deviations from the paper
 """
 
 import argparse
-import base64
 import dataclasses
 import inspect
 import json
 import re
-import struct
 import sys
 import typing
 import zlib
@@ -327,16 +325,15 @@ def to_tensors(scenes):
 
 def picture(image, words, s):
     """An SVG with the image once per word, darkened except where the model looked, s (T,L)."""
-    pixels = image.transpose(1, 2, 0)[::-1, :, ::-1].tobytes()  # a BMP file starts at the bottom
-    header = b"BM" + struct.pack("<3I", 54 + len(pixels), 0, 54)
-    header += struct.pack("<3I2H6I", 40, SIZE, SIZE, 1, 24, 0, 0, 0, 0, 0, 0)
-    url = "data:image/bmp;base64," + base64.b64encode(header + pixels).decode()
-    size = f'width="{SIZE}" height="{SIZE}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{110 * len(words)}" height="130">']
+    parts.append('<defs><g id="image" shape-rendering="crispEdges">')
+    for k, (r, g, b) in enumerate(image.reshape(3, -1).T.tolist()):  # one pixel
+        pixel = f'x="{k % SIZE}" y="{k // SIZE}" width="1" height="1" fill="rgb({r},{g},{b})"'
+        parts.append(f"<rect {pixel}/>")
+    parts.append("</g></defs>")
     for k, (word, weights) in enumerate(zip(words, s)):
-        parts.append(
-            f'<g transform="translate({110 * k + 7},7) scale(2)"><image href="{url}" {size}/>'
-        )
+        place = f"translate({110 * k + 7},7) scale(2)"
+        parts.append(f'<g transform="{place}"><use href="#image"/>')
         for cell, weight in enumerate(weights / weights.max()):
             x, y = 6 * (cell % GRID), 6 * (cell // GRID)
             opacity = f"{0.7 * (1 - weight):.2f}"

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.6", "numpy", "tqdm"]
+# ///
 """Show, Attend and Tell: image captions with soft or hard attention.
 Xu et al. 2015, Show, Attend and Tell: Neural Image Caption Generation with Visual Attention,
 arXiv 1502.03044
@@ -15,9 +19,9 @@ bahdanau.py, unchanged (imported here; in your own project, copy it).
     grad log p(y|s,a) + lambda_r (log p(y|s,a) - b) grad log p(s|a) + ...  hard: REINFORCE     (12)
 
     python docs/show_attend_tell.py                     95% of captions right, 1.3 min, 2 x86 cores
-    python docs/show_attend_tell.py --attention hard    90%; with --steps 3600, 95%
+    python docs/show_attend_tell.py --attention hard    90% right; with --steps 3600, 95%
 
-The script uses a GPU if there is one.
+The script uses a GPU if there is one, and draws where the model looked: runs/show_attend_tell.svg.
 
 Deviations from the paper
 - Images are generated. A small CNN with batch normalization, trained jointly, replaces the

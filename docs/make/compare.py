@@ -337,8 +337,8 @@ def memory():
             command = [sys.executable, ROOT / f"{name}.py", *flags, "--out", f"{folder}/{name}"]
             running[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         for name, process in running.items():
-            process.wait()
-            *_, result = Path(folder, name, "log.jsonl").read_text().splitlines()
+            assert process.wait() == 0, name
+            *_, result = Path(folder, name, "log.jsonl").read_text(encoding="utf-8").splitlines()
             gib = json.loads(result)["gpu_memory_gib"]
             yield dict(table="memory", name=f"`{name}.py`", gib=gib)
 
@@ -385,7 +385,7 @@ def tables(log):
 def main():
     warnings.filterwarnings("ignore")
     if sys.argv[1:] == ["tables"]:
-        print(*tables([json.loads(line) for line in LOG.open()]), sep="\n")
+        print(*tables([json.loads(line) for line in LOG.open(encoding="utf-8")]), sep="\n")
         return
     if sys.argv[1:2] == ["mixed"]:
         mixed_lengths(sys.argv[2])
@@ -394,7 +394,7 @@ def main():
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     machine = dict(gpu=torch.cuda.get_device_name(), cudnn=torch.backends.cudnn.version())
     about = dict(table="about", date=str(datetime.date.today()), **machine, **versions)
-    with LOG.open("w") as log:
+    with LOG.open("w", encoding="utf-8") as log:
         for entry in chain([about], our_decoding(), decoding(), training(), mixed(), memory()):
             line = json.dumps(entry, ensure_ascii=False)
             print(line, flush=True)

@@ -17,7 +17,7 @@ import numpy as np
 MAKE = Path(__file__).resolve().parent
 DOCS = MAKE.parent
 RECORDED = (0, 20, 40, 80, 120, 160, 240, 320, 480, 650, 900, 1250, 1600, 2000)  # and the last
-CURVES = {  # label -> color, visible on light and dark backgrounds
+CURVES = {  # curve -> color, visible on light and dark backgrounds
     "seq2seq_lstm.py, 256 units": "#d9483b",
     "seq2seq_lstm.py, about 1,000 units": "#8a6d5c",
     "bahdanau.py": "#2f7fd6",
@@ -35,18 +35,20 @@ TO_THE_LEFT = 'text-anchor="end"'
 
 
 def read(name):
-    return json.loads((DOCS / "runs" / name).read_text())
+    return json.loads((DOCS / "runs" / name).read_text(encoding="utf-8"))
 
 
 def write(name, content):
-    (DOCS / "runs" / name).write_text(json.dumps(content, ensure_ascii=False) + "\n")
+    (DOCS / "runs" / name).write_text(
+        json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def write_svg(name, width, height, parts):
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {FONT}>'
     lines = [head, f"<style>{STYLE}</style>", *parts, "</svg>\n"]
-    (DOCS / name).write_text("\n".join(lines))
+    (DOCS / name).write_text("\n".join(lines), encoding="utf-8")
 
 
 def text(x, y, words, more=""):
@@ -54,43 +56,16 @@ def text(x, y, words, more=""):
 
 
 # ---- BLEU by length ------------------------------------------------------------------------------
-def curve_of(run):
-    """The label of the curve that a run belongs to, or None."""
-    script, flags = run["script"], run["flags"]
-    if "--attention local-p" in flags:
-        return None
-    if script == "seq2seq_lstm.py":
-        large = "--hidden 1000" in flags or "--medium" in flags  # which has 1,024 units
-        return f"{script}, {'about 1,000' if large else '256'} units"
-    if script == "luong.py":
-        feeding = "--input-feeding" in flags or "--medium" in flags  # which has it on
-        return f"{script} {'with' if feeding else 'without'} input feeding"
-    return script
-
-
-def steps_of(run):
-    """(script, steps) of a run of attention.jsonl on the built-in corpus, or None.
-
-    Without attention, only runs with 128 units and the learning rate of the caption count.
-    """
-    flags = dict(re.findall(r"--(\S+) (\S+)", run["flags"]))
-    steps = int(flags.get("steps", 1700))
-    lr = "0.003" if steps == 27200 else "0.006"
-    if run["data"] == "built-in" and flags.get("lr", lr) == lr and flags.get("hidden") != "256":
-        return run["script"], f"{steps:,} steps"
-    return None
-
-
-def by_length(name, label_of):
-    """{label: BLEU, a row per seed, a column per length} of an experiment."""
+def by_length(name):
+    """{curve: BLEU, a row per seed, a column per length} of the runs of a log that have a curve."""
     curves = {}
-    for line in (DOCS / "runs" / name).read_text().splitlines():
+    for line in (DOCS / "runs" / name).read_text(encoding="utf-8").splitlines():
         run = json.loads(line)
-        if label := label_of(run):
+        if "curve" in run:
             scores = run["result"]["bleu_by_length"]
             row = [scores[length] for length in LENGTHS if length in scores]
-            curves.setdefault(label, []).append(row)
-    return {label: np.array(rows) for label, rows in curves.items()}
+            curves.setdefault(run["curve"], []).append(row)
+    return {curve: np.array(rows) for curve, rows in curves.items()}
 
 
 def draw_panel(left, title, curves, top, colors):
@@ -137,17 +112,17 @@ def draw_legend(colors, columns, rows):
 
 
 def draw_lengths():
-    parts = draw_panel(50, "BLEU on long", by_length("long.jsonl", curve_of), 100, CURVES)
-    europarl = by_length("europarl.jsonl", curve_of)
+    parts = draw_panel(50, "BLEU on long", by_length("long.jsonl"), 100, CURVES)
+    europarl = by_length("europarl.jsonl")
     parts += draw_panel(490, "BLEU, Europarl English-French", europarl, 50, CURVES)
     write_svg("length.svg", 940, 390, parts + draw_legend(CURVES, (60, 345, 600), rows=2))
 
 
 def draw_bottleneck():
-    runs = by_length("attention.jsonl", steps_of)
+    runs = by_length("attention.jsonl")
     parts = draw_legend(STEPS, (60, 215, 370), rows=1)
     for left, title, script in ((50, "without", "seq2seq_lstm.py"), (300, "with", "luong.py")):
-        curves = {steps: table for (name, steps), table in runs.items() if name == script}
+        curves = {steps: runs[f"{script}, {steps}"] for steps in STEPS}
         parts += draw_panel(left, f"BLEU {title} attention", curves, 100, STEPS)
     write_svg("bottleneck.svg", 520, 365, parts)
 
@@ -213,9 +188,9 @@ def as_weights(text, columns):
 
 def page():
     """attention.html: its template, with the recordings and logs of docs/runs inserted."""
-    text = (MAKE / "attention_template.html").read_text()
+    text = (MAKE / "attention_template.html").read_text(encoding="utf-8")
     for name in re.findall(r">/\* (\S+) \*/<", text):
-        content = (DOCS / "runs" / name).read_text().strip()
+        content = (DOCS / "runs" / name).read_text(encoding="utf-8").strip()
         if name.endswith(".jsonl"):
             content = f"[{','.join(content.splitlines())}]"
         text = text.replace(f"/* {name} */", content.replace("</", "<\\/"))
@@ -232,7 +207,7 @@ def film():
     for model in recorded["models"]:
         script = importlib.import_module(model["script"])
         model["steps"], model["frames"] = train(script, recorded["pairs"])
-    recorded["twins"] = twins.record(DOCS.parent / "runs" / "twins", as_text, seed=4)
+    recorded["twins"] = twins.record(DOCS.parent / "runs" / "twins", seed=4)
     write("film.json", recorded)
 
 
@@ -277,4 +252,4 @@ if __name__ == "__main__":
     draw_lengths()
     draw_weights("alignment.svg", slice(4))
     draw_weights("learning.svg", slice(1, 4), 'dur="10s" repeatCount="3" calcMode="discrete"')
-    (DOCS / "attention.html").write_text(page())
+    (DOCS / "attention.html").write_text(page(), encoding="utf-8")

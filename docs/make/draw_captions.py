@@ -110,8 +110,7 @@ if __name__ == "__main__":
         film()
     recorded = read("captions.json")
     height = 2 * PANEL + 50
-    width = LEFT + (PANEL + 4) * max(
-        map(len, recorded["owners"][:2])
-    )  # the scenes with two objects
+    words = max(map(len, recorded["owners"][:2]))  # of the scenes with two objects
+    width = LEFT + (PANEL + 4) * words
     parts = draw_scene(recorded, 0, 0) + draw_scene(recorded, 1, height)
     write_svg("captions.svg", width, 2 * height - 10, parts)

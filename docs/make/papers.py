@@ -3,8 +3,7 @@
 pip install -r docs/make/requirements.txt && python docs/make/papers.py
 
 A link such as [`alpha = ...`](../bahdanau.py#L134) quotes the code of its line, so that its number
-can be recomputed when the code moves. If the file contains the quoted code more than once, the link
-means its first occurrence after the last heading that links to this file, or else the first of all.
+can be recomputed when the code moves. It means the first line of the file that contains the code.
 
 A "##" section of equations.md whose "###" headings link to a script becomes a paper of the page.
 """
@@ -34,20 +33,14 @@ THIN_SPACE = '<mspace width="0.17em"/>'
 
 def update_links(page):
     """Corrects the line numbers in a Markdown file; returns an error per link without its code."""
-    section = {}  # file -> line of the last heading that links to it
     missing = []
 
     def correct(link):
         code, file, _ = link.groups()
         lines = (page.parent / file).read_text(encoding="utf-8").split("\n")
-        found = [n for n, line in enumerate(lines, 1) if code in line]
-        if not found:
+        line = next((n for n, line in enumerate(lines, 1) if code in line), None)
+        if not line:
             missing.append(f"{page.name}: {file} does not contain {code!r}; quote its new line")
-            return link[0]
-        line = next((n for n in found if n >= section.get(file, 1)), found[0])
-        start_of_line = link.string.rfind("\n", 0, link.start()) + 1
-        if link.string.startswith("#", start_of_line):  # a heading
-            section[file] = line
         return f"[`{code}`]({file}#L{line})"
 
     text = page.read_text(encoding="utf-8")

@@ -46,20 +46,24 @@ def test_links_to_code():
     """Links to code point at the right lines."""
     pages = [ROOT / "README.md", *DOCS.glob("*.md")]
     pattern = r"\[`([^`]+)`\]\(([\w./]+\.py)#L(\d+)\)"
-    links = [(page, *link) for page in pages for link in re.findall(pattern, page.read_text())]
+    links = [
+        (page, *link)
+        for page in pages
+        for link in re.findall(pattern, page.read_text(encoding="utf-8"))
+    ]
     assert len(links) >= 100
     for page, code, file, line in links:
-        lines = (page.parent / file).read_text().split("\n")
+        lines = (page.parent / file).read_text(encoding="utf-8").split("\n")
         found = int(line) <= len(lines) and code in lines[int(line) - 1]
         assert found, f"{page.name}: {file}, line {line} is not {code}; {UPDATE_LINKS}"
 
 
 def test_line_counts():
     """README has the length of every model and script, and the lines of bahdanau.py's model."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     for row in re.findall(r"^\| \[`\w+\.py`\].*", text, re.M):
         (name,) = re.findall(r"^\| \[`(\w+\.py)`", row)
-        lines = (ROOT / name).read_text().splitlines()
+        lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
         first = next(n for n, line in enumerate(lines, 1) if line.startswith("class "))
         last = lines.index("@dataclasses.dataclass") - 2
         want = f"| {last - first + 1} / {len(lines)} |"
@@ -71,8 +75,8 @@ def test_line_counts():
 
 def test_attention_page():
     """attention.html is current, and in it the models with attention output the references."""
-    assert draw.page() == (DOCS / "attention.html").read_text(), UPDATE_PAGE
-    film = json.loads((DOCS / "runs/film.json").read_text())
+    assert draw.page() == (DOCS / "attention.html").read_text(encoding="utf-8"), UPDATE_PAGE
+    film = json.loads((DOCS / "runs/film.json").read_text(encoding="utf-8"))
     references = [target for _, target in film["pairs"]]
     for model in film["models"][1:]:
         assert model["frames"][-1][1] == references, f"{model['script']}; {UPDATE_PAGE} --film"
@@ -100,17 +104,20 @@ def test_speed():
 
 def test_diff():
     """The diff of two scripts in equations.md consists of their lines, without comments."""
-    text = (DOCS / "equations.md").read_text()
+    text = (DOCS / "equations.md").read_text(encoding="utf-8")
     (excerpt,) = re.findall(r"```diff\n(.*?)\n```", text, re.S)
     files = {"-": "bahdanau.py", "+": "luong.py"}
     for sign, line in ((row[0], row[1:]) for row in filter(None, excerpt.split("\n"))):
-        code = [row.split("  #")[0] for row in (ROOT / files[sign]).read_text().split("\n")]
+        code = [
+            row.split("  #")[0]
+            for row in (ROOT / files[sign]).read_text(encoding="utf-8").split("\n")
+        ]
         assert line in code, f"{files[sign]} has no line {line.strip()}; edit equations.md"
 
 
 # ---- exercises -----------------------------------------------------------------------------------
 def blocks(language):
-    text = (DOCS / "exercises.md").read_text()
+    text = (DOCS / "exercises.md").read_text(encoding="utf-8")
     return re.findall(rf"```{language}\n(.*?)\n```", text, re.S)
 
 
@@ -118,9 +125,13 @@ def change(folder, diff):
     """Applies a diff that has no line numbers: each old line occurs once in the folder's files."""
     for sign, line in ((row[0], row[1:]) for row in diff.split("\n")):
         if sign != "+":
-            files = [x for x in folder.glob("*.py") if x.read_text().split("\n").count(line) == 1]
+            files = [
+                x
+                for x in folder.glob("*.py")
+                if x.read_text(encoding="utf-8").split("\n").count(line) == 1
+            ]
             assert len(files) == 1, f"found in {len(files)} files: {line}; edit exercises.md"
-            lines = files[0].read_text().split("\n")
+            lines = files[0].read_text(encoding="utf-8").split("\n")
             at = lines.index(line) + (sign == " ")
         if sign == "+":
             lines.insert(at, line)

@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
 
+from draw import as_text
 from grammar import Grammar
 
 import data
@@ -87,7 +88,6 @@ def train(out, seed):
     torch.manual_seed(cfg.seed)
     model = transformer.Model(cfg)
     out.mkdir(parents=True)
-    print(corpus, flush=True)
     transformer.train(out, corpus, model, saved={})
 
 
@@ -142,7 +142,7 @@ def pronoun(french):  # the word after "parce qu'"
     return rest.split(" ")[0]
 
 
-def record(out, as_text, seed):
+def record(out, seed):
     """What the page shows. Trains the model first unless the run folder `out` exists."""
     if not out.exists():
         train(out, seed)
@@ -163,7 +163,7 @@ def record(out, as_text, seed):
 
 
 def main(seed):
-    found = record(Path("runs") / f"twins-{seed}", str, seed)
+    found = record(Path("runs") / f"twins-{seed}", seed)
     correct = sum(pair["said"] == pair["target"] for pair in found["sentences"])
     line = dict(moved=found["moved"], head=found["shown"][0], correct=correct, swaps=found["swaps"])
     print(json.dumps(dict(seed=seed) | line))

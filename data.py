@@ -87,7 +87,7 @@ def read_pairs(source, target, gold=None):
             lines = *lines[:2], parse_links(*lines, f"{gold}, line {number}")
         yield lines
     if number == 0:
-        raise InputError(f"{source}: the file is empty")
+        raise InputError(f"{source}: the file is empty, or a pipe, which cannot be read twice")
 
 
 def parse_links(source, target, words, place):  # Pharaoh format: ["0-0", "1-2", ...]
@@ -176,7 +176,7 @@ class Bitext:
         """Batches of row numbers that cover each row once, longest first."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        max_rows = max_tokens // 32  # at least 32 tokens per pair, for longer translations
+        max_rows = max_tokens // 32  # a pair counts as 32 or more: translations can be long
         cuts = batch_boundaries(longest[order], max_tokens, max_rows)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
@@ -403,7 +403,7 @@ def saved_config(saved, Config, flags):
     if saved["script"] != Path(inspect.getfile(Config)).stem:
         raise InputError(f"this run was made by {saved['script']}.py; use that script")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
-    flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # upper limits
+    flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # limits when new
     for name in itertools.takewhile(lambda name: name != "lr", config):
         if flags.get(name, config[name]) != config[name]:
             was = f"--{name.replace('_', '-')} {config[name]}"
@@ -506,7 +506,7 @@ def format_scores(result):
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Prints user errors without a traceback, and exits with status 2."""
+    """Ends the program without a traceback after user errors, Ctrl-C and closed pipes."""
     if hasattr(sys.stdout, "reconfigure"):  # the same bytes on every system; not in notebooks
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")
     try:
@@ -516,7 +516,7 @@ def one_line_errors():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; --resume continues a training run that has begun", file=sys.stderr)
+        print("interrupted; a training run continues with --resume", file=sys.stderr)
         sys.exit(130)
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -224,7 +224,7 @@ class DeepLSTM(nn.Module):
 @dataclasses.dataclass
 class Config:
     """Every field is a flag, and its comment the help text. A run fixes the fields above lr.
-    An int is at least 1, a float 0, or the default if lower; __post_init__ sets other limits."""
+    An int is at least 1, a float at least 0, or the default if lower; see also __post_init__."""
 
     # fmt: off
     # text
@@ -261,7 +261,7 @@ class Config:
     # decoding
     beam: int = 1              # beam size; 1 is greedy decoding
     length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
-    replace_unk: bool = False  # copy the source word for each <unk>; needs <unk> in training text
+    replace_unk: bool = False  # copy the source word for each <unk>; no use if training had none
     # fmt: on
 
     def __post_init__(self):
@@ -322,9 +322,9 @@ def make_train_step(model, cfg, optimizer=None):
     weights = list(model.parameters())
     sizes = [*(p.numel() for p in weights), 1]
     flat = weights[0].new_zeros(sum(sizes))  # all gradients, then the loss, for one all_reduce
-    pairs = zip(weights, flat.split(sizes))  # empty_like(p) is dense, even if p is a slice
+    pairs = zip(weights, flat.split(sizes))  # below, empty_like(p) is dense, even if p is a slice
     gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]
-    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # copies faster
+    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # which is faster
     compiled = cfg.compile and flat.is_cuda
     criterion = torch.compile(summed_loss, dynamic=True) if compiled else summed_loss
     n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
@@ -342,7 +342,7 @@ def make_train_step(model, cfg, optimizer=None):
     if compiled:  # now, on a typical batch, because the first shape decides which kernels are used
         compile_parts(net)
         rows = max(min(cfg.batch_tokens // 64, cfg.batch_sentences) // n, 2)
-        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6: no multiple of 8
+        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6 specializes on 8n
         forward_backward(words, words, flat.new_ones(()))
     forward_backward = graphed(forward_backward, flat.device)
 
@@ -358,7 +358,7 @@ def make_train_step(model, cfg, optimizer=None):
         if WORLD_SIZE > 1:
             dist.all_reduce(flat)  # a sum: 1 / count already divides by the whole batch
         for p, q, g in zip(weights, net.parameters(), gradients):
-            p.grad = g if p.requires_grad and q.requires_grad else None  # 0 would still decay
+            p.grad = g if p.requires_grad and q.requires_grad else None  # zeros would decay p
         if cfg.clip:
             nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
@@ -414,19 +414,19 @@ def beam(model, src, max_len, K, penalty=0.0):
     B = len(src)
     src = src.repeat_interleave(K, 0)  # each sentence has K consecutive rows, its hypotheses
     first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)
-    left = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
-    T = int(left.max())
+    remaining = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
+    T = int(remaining.max())
     first_of_K = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)  # log p
     memory = model.encode(src)  # equal for the K rows of a sentence, so it is never reordered
     state = model.init_state(memory, T)
 
-    def extend(y, left, score, *state):  # every hypothesis by a word; keeps the K best
+    def extend(y, remaining, score, *state):  # every hypothesis by a word; keeps the K best
         logits, state = model.step(y, state, memory)
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
         words = logits.topk(min(K, logits.size(1) - 1)).indices  # faster than topk of float32
         log_p = log_p.gather(1, words)  # (BK,K), or (BK,V-1) if K is larger
-        ended = (left == 0).unsqueeze(1)
+        ended = (remaining == 0).unsqueeze(1)
         words = words.masked_fill(ended, PAD)  # an ended hypothesis has one candidate, PAD,
         log_p = torch.where(ended, first_of_K[: words.size(1)], log_p)  # with log p = 0
         total = score.view(-1, 1) + log_p
@@ -435,17 +435,17 @@ def beam(model, src, max_len, K, penalty=0.0):
         score = total.view(B, -1).gather(1, index)
         rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
         y = words.view(B, -1).gather(1, index).flatten()
-        left = (left[rows] - 1).clamp(min=0).masked_fill(y == EOS, 0)
-        return y, left, rows, score, *model.reorder(state, rows)
+        remaining = (remaining[rows] - 1).clamp(min=0).masked_fill(y == EOS, 0)
+        return y, remaining, rows, score, *model.reorder(state, rows)
 
     extend = graphed(extend, src.device)
     y = torch.full_like(src[:, 0], BOS)
     score = first_of_K.repeat(B, 1)  # log p; the K hypotheses start out equal, so one is enough
     out = src[:, :0]
     for t in range(T):
-        y, left, rows, score, *state = extend(y, left, score, *state)
+        y, remaining, rows, score, *state = extend(y, remaining, score, *state)
         out = torch.cat([out[rows], y.unsqueeze(1)], 1)
-        if t % 8 == 7 and not left.any():
+        if t % 8 == 7 and not remaining.any():
             break
     out = out.unflatten(0, (B, K))  # (B,K,T)
     score = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
@@ -476,7 +476,7 @@ def translate(model, sentences, vocabularies):
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     pairs = [[data.to_words(sentence), []] for sentence in sentences]  # [source, translation]
     net = bf16_copy(model.eval())
-    hypotheses = 2048 if next(model.parameters()).is_cuda else 512  # per batch, fewer if long
+    hypotheses = 2048 if next(model.parameters()).is_cuda else 512  # per batch of short sentences
     for rows, src, _ in inference_batches(model, pairs, vocabularies, 32 * hypotheses // cfg.beam):
         words = (src != PAD).sum(1) - 1  # without EOS
         max_len = torch.where(words > 0, words + 50, 0)  # an empty sentence stays empty
@@ -675,7 +675,7 @@ def bf16_copy(model):
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return model
-    if (torch.backends.cudnn.version() or 0) >= 91300:  # cuDNN has bf16 RNNs; flatten weights
+    if (torch.backends.cudnn.version() or 0) >= 91300:  # lets bfloat16() flatten RNN weights
         torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)
     return copy.deepcopy(model).bfloat16()
 

@@ -359,7 +359,7 @@ def main():
         parser.add_argument(flag, default=field.default, help=text, **kind)
     cfg = Config(**vars(parser.parse_args()))
     with data.one_line_errors():
-        data.check(cfg)
+        data.check(cfg, seed=(0, float("inf")), features=(3, float("inf")))
     valid = make_scenes(500, "valid")
     for step, (model, loss) in enumerate(train(cfg), 1):
         if step % cfg.eval_every == 0:

@@ -63,14 +63,13 @@ def to_words(sentence):
 def read(path):
     """Yields each line of a UTF-8 text file (plain or .gz) as a list of words."""
     opener = gzip.open if str(path).endswith(".gz") else open
-    number = 0
     try:
         with opener(path, "rb") as file:
-            for line in file:
-                number += 1
-                yield to_words(line.removeprefix(b"\xef\xbb\xbf"))  # byte order mark, on any line
-    except UnicodeDecodeError:
-        raise InputError(f"{path}, line {number}: not UTF-8") from None
+            for number, line in enumerate(file, 1):
+                try:
+                    yield to_words(line.removeprefix(b"\xef\xbb\xbf"))  # byte order mark
+                except UnicodeDecodeError:
+                    raise InputError(f"{path}, line {number}: not UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error):
         raise InputError(f"{path}: not a .gz file, or damaged") from None
 
@@ -149,6 +148,7 @@ class Bitext:
         tokens = array("i"), array("i")
         starts = array("q", [0]), array("q", [0])
         for pair in pairs:
+            assert not isinstance(pair, str), "expected pairs of sentences, not sentences"
             for side, begin in enumerate(([], [BOS])):  # only the target starts with BOS
                 ids = vocabularies[side].encode(pair[side])
                 tokens[side].extend([*begin, *ids, EOS])
@@ -219,6 +219,7 @@ def ngrams(words, n):  # how often each sequence of n words occurs
 
 def bleu(hypotheses, references):
     """Corpus BLEU-4, 0 to 100, of tokenized sentences; sacreBLEU's with tokenize="none"."""
+    assert not isinstance(hypotheses, str), "expected lists of sentences"
     hypotheses, references = ([to_words(x) for x in side] for side in (hypotheses, references))
     matches = [0, 0, 0, 0]  # of 1-grams to 4-grams
     total = [0, 0, 0, 0]
@@ -341,8 +342,7 @@ def parse_args(Config, description, argv=None):
     preset = dict(action="store_const", dest="preset")
     start.add_argument("--medium", **preset, const="medium", help="for 10,000 to 100,000 pairs")
     start.add_argument("--paper", **preset, const="paper", help="the paper's sizes and recipe")
-    devices = dict(choices=["cpu", "cuda", "mps"])
-    parser.add_argument("--device", **devices, help="where to run [cuda, or cpu without a GPU]")
+    parser.add_argument("--device", choices=["cpu", "cuda", "mps"], help="[cuda if there is a GPU]")
     add_config_flags(parser, Config)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -406,8 +406,7 @@ def saved_config(saved, Config, flags):
     flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # limits when new
     for name in itertools.takewhile(lambda name: name != "lr", config):
         if flags.get(name, config[name]) != config[name]:
-            was = f"--{name.replace('_', '-')} {config[name]}"
-            raise InputError(f"this run was started with {was}, not {flags[name]}")
+            raise InputError(f"this run has {name} = {config[name]}, not {flags[name]}")
     return Config(**config | flags)
 
 
@@ -446,7 +445,8 @@ class Corpus:
         return dict(vocabularies=words, files=self.files, checksum=self.checksum)
 
     def __str__(self):
-        unknown = max((side == UNK).sum() / (side > EOS).sum() for side in self.train.tokens)
+        sides = self.train.tokens + Bitext(self.valid, self.vocabularies).tokens
+        unknown = max((side == UNK).sum() / max((side > EOS).sum(), 1) for side in sides)
         sizes = " and ".join(f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
         pairs = f"{len(self.train):,} pairs ({self.pairs_read - len(self.train):,} skipped)"
         return f"{pairs}, vocabularies of {sizes}, at most {unknown:.1%} of words unknown"

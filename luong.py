@@ -223,8 +223,8 @@ class DeepLSTM(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, and its comment the help text. A run fixes the fields above lr.
-    An int is at least 1, a float at least 0, or the default if lower; see also __post_init__."""
+    """Every field is a flag, its comment the help text. A run fixes the fields above lr; an older
+    run has a new field's default. Ints are >= 1, floats >= 0, or the default; see __post_init__."""
 
     # fmt: off
     # text
@@ -511,7 +511,7 @@ def mean_loss(model, pairs, vocabularies):
 
 
 def evaluate(model, pairs, vocabularies):
-    """Loss, perplexity and BLEU on a test set, and AER if its pairs have gold alignments."""
+    """Loss, perplexity and BLEU on a list of pairs, and AER if they have gold alignments."""
     loss = mean_loss(model, pairs, vocabularies)
     hypotheses = translate(model, [pair[0] for pair in pairs], vocabularies)
     alphas = alignments(model, pairs, vocabularies) if len(pairs[0]) > 2 else None

@@ -108,7 +108,7 @@ def random_batch(seed):
 def assert_close(a, b, tolerance=1e-9, message=""):
     """Compare two tensors, or two lists or dicts of tensors; message introduces a failure."""
     limits = dict(rtol=0, atol=tolerance, check_dtype=False)
-    torch.testing.assert_close(a, b, **limits, msg=lambda details: f"{message}\n{details}")
+    torch.testing.assert_close(a, b, **limits, msg=lambda details: f"{message}\n{details}".strip())
 
 
 def built_in(n, split="train", max_len=30):
@@ -117,7 +117,7 @@ def built_in(n, split="train", max_len=30):
     return list(islice((pair for pair in pairs if len(pair[0]) <= max_len), n))
 
 
-ATTENTIONS = ["additive", "multi-head"] + [f"{score} {kind}" for score, kind in LUONG]
+ATTENTIONS = ["bahdanau", "transformer"] + [f"luong {score} {kind}" for score, kind in LUONG]
 
 
 @pytest.fixture(params=product(ATTENTIONS, range(3)), ids=str)
@@ -131,13 +131,13 @@ def attention(request):
     query = torch.randn(B, T, H).double()
     source = torch.randn(B, S, H).double()
     mask = torch.arange(S) >= torch.tensor([0, S, *torch.randint(1, S, (B - 2,))]).unsqueeze(1)
-    if name == "additive":
+    if name == "bahdanau":
         module = bahdanau.AdditiveAttention(H, H - 1, 3)
         return module.double(), {}, query, source[..., 1:], mask
-    if name == "multi-head":
+    if name == "transformer":
         module = script("transformer").MultiHeadAttention(H, seed + 1)
         return module.double(), dict(need_alpha=True), query, source, mask
-    module = script("luong").LuongAttention(H, *name.split(), window=2, positions=5)
+    module = script("luong").LuongAttention(H, *name.split()[1:], window=2, positions=5)
     return module.double(), {}, query, source, mask
 
 
@@ -151,7 +151,7 @@ def test_shapes(name):
     logits, alpha = model(src, tgt[:, :-1], need_alpha=True)
     assert logits.shape == (B, T, V)
     assert alpha.shape == module.align(model, src, tgt).shape == (B, T, S)
-    assert_close(alpha.sum(-1), torch.ones(B, T))
+    assert_close(alpha.sum(-1), torch.ones(B, T), message="rows of alpha must sum to 1")
     assert not alpha.masked_select((src == PAD).unsqueeze(1)).any()
     memory = model.encode(src)
     state = model.init_state(memory, 5)
@@ -165,15 +165,6 @@ def test_shapes(name):
         assert ((tokens == PAD) == ((tokens == EOS).cumsum(1) > (tokens == EOS))).all()
         with pytest.raises(AssertionError, match="must start with BOS"):
             module.align(model, src, tokens)
-
-
-def test_attention_shapes(attention):
-    """Context (B,T,H) and alpha (B,T,S), or (B,heads,T,S), in every attention class."""
-    module, keywords, query, source, mask = attention
-    context, alpha = module(query, source, mask, **keywords)
-    assert context.shape == (*query.shape[:2], source.size(2))
-    heads = [module.heads] if keywords else []
-    assert alpha.shape == (len(query), *heads, query.size(1), source.size(1))
 
 
 def larger(name):
@@ -411,7 +402,7 @@ def test_equations(name):
         state = model.init_state(memory, tgt.size(1))
         for t in range(tgt.size(1) - 1):
             one, state = model.step(tgt[:, t], state, memory)
-            assert_close(one, logits[:, t])
+            assert_close(one, logits[:, t], message=f"{name}: step() disagrees with forward()")
         assert_close(module.align(model, src.clone(), tgt.clone()), alpha)
 
 
@@ -429,7 +420,8 @@ def test_reorder(name):
     for token in prefixes.T:
         _, state = model.step(token, state, memory)
     logits, _ = model.step(y, model.reorder(state, rows), memory)
-    assert_close(logits, model(src, torch.cat([prefixes[rows], y.unsqueeze(1)], 1))[:, -1])
+    want = model(src, torch.cat([prefixes[rows], y.unsqueeze(1)], 1))[:, -1]
+    assert_close(logits, want, message=f"{name}: reorder() returns the state of other rows")
 
 
 # ---- the attention classes ----------------------------------------------------------------------
@@ -437,8 +429,7 @@ def test_attention(attention):
     """Each query gives the same result and gradients on its own, with only the words it may see."""
     module, keywords, query, source, right = attention
     inputs = [*module.parameters(), query.requires_grad_(), source.requires_grad_()]
-    B, S = right.shape
-    T = query.size(1)
+    B, T, S = *query.shape[:2], source.size(1)
     masks = [None, right, right.flip(1), right[:, torch.randperm(S)]]
     if getattr(module, "kind", "global") != "global" or getattr(module, "score", "") == "location":
         with pytest.raises(AssertionError, match="on the right"):  # they count positions
@@ -451,6 +442,8 @@ def test_attention(attention):
         else:
             results = [module(query, source, mask)]
             results.append(module(query, source, mask, keys=module.keys(source)))
+        heads = [module.heads] if keywords else []
+        assert [x.shape for x in results[0]] == [(B, T, source.size(2)), (B, *heads, T, S)]
         hidden = torch.zeros_like(right) if mask is None else mask
         hidden = hidden.unsqueeze(1) | (torch.ones(T, S).triu(1).bool() if causal else False)
         hidden = hidden.expand(B, T, S)
@@ -731,8 +724,11 @@ def test_translate(K):
     assert_close(torch.from_numpy(alpha), module.align(model, src, tgt)[0], 1e-6)
     want = [lists[0][i] for i in alpha[:-1, :-1].argmax(1)]
     assert module.translate(model, lists[:2], vocabularies) == [want, []]
-    with pytest.raises(AssertionError, match="list of sentences"):
-        module.translate(model, "w4 w5", vocabularies)
+    mistakes = [(data.bleu, "w4 w5", "w4 w5"), (module.alignments, model, ["w4 w5"], vocabularies)]
+    mistakes.append((module.translate, model, "w4 w5", vocabularies))
+    for function, *arguments in mistakes:
+        with pytest.raises(AssertionError, match="expected"):
+            function(*arguments)
 
 
 @each_script
@@ -919,17 +915,21 @@ def test_alignment_files(tmp_path):
 
 
 # ---- the structure of the scripts, and the README -----------------------------------------------
-def test_structure():
-    """The code below the marker is identical in all scripts, and no script imports another."""
+@each_script
+def test_structure(name):
+    """The code below the marker is that of the other scripts; MODELS has all flags of the model."""
     marker = "# ---- the same in every script from here on ----\n"
-    sources = {name: (HERE / f"{name}.py").read_text() for name in SCRIPTS}
-    shared = sources["bahdanau"].split(marker)[1]
-    for name, source in sources.items():
-        same = source.split(marker)[1] == shared
-        assert same, f"{name}.py and bahdanau.py differ below the marker; change all scripts alike"
-        assert not re.search(rf"^\s*(import|from) ({'|'.join(SCRIPTS)})\b", source, re.M)
-    models = [script(name).Model.__name__ for name in SCRIPTS]
-    assert not re.search("|".join([*SCRIPTS, *models]), shared)
+    other = [*SCRIPTS][[*SCRIPTS].index(name) - 1]
+    own, shared = (HERE / f"{name}.py").read_text().split(marker)
+    same = shared == (HERE / f"{other}.py").read_text().split(marker)[1]
+    assert same, f"{name}.py and {other}.py differ below the marker; change all scripts alike"
+    assert not re.search(rf"^\s*(import|from) ({'|'.join(SCRIPTS)})\b", own + shared, re.M)
+    assert not re.search("|".join([*SCRIPTS, script(name).Model.__name__]), shared)
+    fields = own.split("    # model\n")[1].split("    # training\n")[0]
+    tested = " ".join(model for model in MODELS if model.startswith(name))
+    for field in re.findall(r"^    (\w+): (?:bool|typing.Literal)", fields, re.M):
+        flag = field.replace("_", "-")
+        assert re.search(f"--(no-)?{flag}", tested), f"add {name} --{flag} to MODELS"
 
 
 # The tests from here on run commands in a folder with text files and finished runs.
@@ -1131,16 +1131,18 @@ def test_saved_weights(folder, monkeypatch):
 def test_new_fields(name, folder, monkeypatch):
     """A field added to Config may have any default; it is a flag with help, in its group."""
     source = (HERE / f"{name}.py").read_text(encoding="utf-8")
-    new = "    skip: int = 0  # new, 100%\n    shift_by: float = -1.0  # newer\n    # training\n"
+    new = (
+        "    new_int: int = 0  # new, 100%\n    new_float: float = -1.0  # newer\n    # training\n"
+    )
     Path("changed.py").write_text(source.replace("    # training\n", new), encoding="utf-8")
     monkeypatch.syspath_prepend("")
     monkeypatch.delitem(sys.modules, "changed", raising=False)
     text = " ".join(run("changed", "--help")[0].split())
-    assert "--skip N new, 100% [0] --shift-by X newer [-1.0] training:" in text
-    run("changed", *small(name)[1:], "--shift-by", -0.5, "--seed", 0, "--out", "new")
-    assert script("changed").load("new")[0].cfg.shift_by == -0.5
-    _, (error,) = run("changed --shift-by -2", status=2)
-    assert error.endswith("--shift-by -2.0: must be in [-1.0, inf)")
+    assert "--new-int N new, 100% [0] --new-float X newer [-1.0] training:" in text
+    run("changed", *small(name)[1:], "--new-float", -0.5, "--seed", 0, "--out", "new")
+    assert script("changed").load("new")[0].cfg.new_float == -0.5
+    _, (error,) = run("changed --new-float -2", status=2)
+    assert error.endswith("--new-float -2.0: must be in [-1.0, inf)")
     with pytest.raises(data.InputError, match="--loss-per word: must be one of token, sentence"):
         script(name).Config(loss_per="word")
 
@@ -1334,7 +1336,7 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     ("--translate --out cut", "cut/model.pt: unreadable or damaged"),
     ("--translate train.en", "unrecognized arguments: train.en; use --translate < FILE"),
     ("--translate --out runs/luong", "made by luong.py"),
-    ("--translate --hidden 12", "started with --hidden 10, not 12"),
+    ("--translate --hidden 12", "this run has hidden = 10, not 12"),
     ("--resume --paper", "not allowed with argument --resume"),
     (f"--resume --steps 9 {SWAPPED}", "the text has changed"),
     ("--test train.en train.fr train.en", "train.en, line 1: expected links such as 0-0 1-2"),

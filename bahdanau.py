@@ -13,7 +13,7 @@ arXiv 1409.0473
     p(y_i | y_<i, x) = g(y_{i-1}, s_{i-1}, c_i)   maxout layer, then softmax                A.2.2
     s_i = f(s_{i-1}, y_i, c_i)                 decoder state; see the first deviation       A.1.1
 
-    python bahdanau.py                         built-in corpus: BLEU 97, AER 0.05, 2 min on 2 cores
+    python bahdanau.py                         built-in corpus: BLEU 97, AER 0.05, 1-2 min, 2 cores
     python bahdanau.py --medium --train train.en train.fr --valid dev.en dev.fr --out runs/fr
 
 Deviations from the paper
@@ -178,8 +178,8 @@ class RNNsearch(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, its comment the help text. A run fixes the fields above lr; an older
-    run has a new field's default. Ints are >= 1, floats >= 0, or the default; see __post_init__."""
+    """Every field is a flag, its comment the help text. Fields above lr cannot change in a run;
+    an older run gets a new field's default. The limits of numbers are in __post_init__."""
 
     # fmt: off
     # text
@@ -262,7 +262,7 @@ COMPILED = (AdditiveAttention, GatedUnit)  # what --compile compiles, besides th
 
 
 def make_train_step(model, cfg, optimizer=None):
-    """Returns train_step(src, tgt), which makes one update and returns the smoothed loss per token.
+    """Returns train_step(src, tgt): one update, which returns the label-smoothed loss per token.
     src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
     The learning rate is the optimizer's. Under torchrun, every process passes the whole batch.
     To train weights that were added, replaced or unfrozen later, make a new train_step."""

@@ -384,7 +384,7 @@ def add_config_flags(parser, Config):
 
 
 def check(config, **ranges):
-    """Rejects unknown choices and numbers out of range; ranges holds (least, below) of a field."""
+    """Rejects unknown choices, and numbers below 1 (int) or 0 (float) or not in ranges[field]."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         flag = f"--{field.name.replace('_', '-')} {value}"

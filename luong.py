@@ -15,21 +15,21 @@ arXiv 1508.04025
     h~_t = tanh(W_c [c_t ; h_t])               with the context c_t = sum_s a_t(s) hbar_s       (5)
     p(y_t | y_<t, x) = softmax(W_s h~_t)                                                        (6)
 
-    python luong.py                          built-in corpus: BLEU 97, AER 0.03, 1.5 min on 2 cores
+    python luong.py                          built-in corpus: BLEU 97, AER 0.03, 1-2 min, 2 cores
     python luong.py --medium --train train.en train.fr --valid dev.en dev.fr --out runs/fr
 
 Deviations from the paper
 - Positions s count from 1 to S, EOS included; the authors' code leaves EOS out.
 - p_t is a real number, so a local-p window covers 2D words, not 2D + 1. In local-m, p_t <= S.
-- The alignment is a_t rescaled to sum to 1, that of y_t; the paper's is of y_{t-1} (footnote 14).
+- a_t, rescaled to sum to 1, aligns y_t; in the paper y_{t-1}, but for location (footnote 14).
 - The location score needs global attention, and masks positions beyond the sentence (footnote 6).
 - concat learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
 - The decoder's LSTMs have biases, as in Zaremba et al., whom the paper cites; the encoder's have
   none, as in the authors' code, so that zero padding leaves a zero state unchanged.
 - Dropout also acts before the softmax. The clipped norm includes embeddings; the authors' does not.
 - Where the paper is silent: beam 10, whose ended hypotheses keep their places; 0 to n + 50 words
-  for n source words; best validation loss. --replace-unk has no dictionary. bf16 on CUDA for speed.
-- Without --paper: one small layer, Adam, label smoothing, global attention; see --help.
+  for n source words; the weights with the best validation loss. --replace-unk has no dictionary.
+- On CUDA, bf16. Without --paper: one small layer, Adam, label smoothing, global attention; --help.
 """
 
 import copy
@@ -223,8 +223,8 @@ class DeepLSTM(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, its comment the help text. A run fixes the fields above lr; an older
-    run has a new field's default. Ints are >= 1, floats >= 0, or the default; see __post_init__."""
+    """Every field is a flag, its comment the help text. Fields above lr cannot change in a run;
+    an older run gets a new field's default. The limits of numbers are in __post_init__."""
 
     # fmt: off
     # text
@@ -313,7 +313,7 @@ COMPILED = (LuongAttention,)  # what --compile compiles, besides the loss
 
 
 def make_train_step(model, cfg, optimizer=None):
-    """Returns train_step(src, tgt), which makes one update and returns the smoothed loss per token.
+    """Returns train_step(src, tgt): one update, which returns the label-smoothed loss per token.
     src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
     The learning rate is the optimizer's. Under torchrun, every process passes the whole batch.
     To train weights that were added, replaced or unfrozen later, make a new train_step."""

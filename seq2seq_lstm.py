@@ -10,7 +10,7 @@ Sutskever, Vinyals, Le 2014, Sequence to Sequence Learning with Neural Networks,
     p(y_t | v, y_<t) = softmax(W h_t)          probability of a word
     p(y | x) = prod_t p(y_t | v, y_<t)         probability of a sentence                      (1)
 
-    python seq2seq_lstm.py                     built-in corpus: BLEU 44, 2 min on 2 cores
+    python seq2seq_lstm.py                     built-in corpus: BLEU 44, 1-2 min, 2 cores
     python seq2seq_lstm.py --medium --train train.en train.fr --valid dev.en dev.fr --out runs/fr
 
 This model has no attention and therefore no alignment. The script draws gradient saliency instead:
@@ -128,8 +128,8 @@ def pad_left(x, src):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, its comment the help text. A run fixes the fields above lr; an older
-    run has a new field's default. Ints are >= 1, floats >= 0, or the default; see __post_init__."""
+    """Every field is a flag, its comment the help text. Fields above lr cannot change in a run;
+    an older run gets a new field's default. The limits of numbers are in __post_init__."""
 
     # fmt: off
     # text
@@ -209,7 +209,7 @@ COMPILED = ()  # --compile compiles only the loss, because cuDNN already fuses t
 
 
 def make_train_step(model, cfg, optimizer=None):
-    """Returns train_step(src, tgt), which makes one update and returns the smoothed loss per token.
+    """Returns train_step(src, tgt): one update, which returns the label-smoothed loss per token.
     src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
     The learning rate is the optimizer's. Under torchrun, every process passes the whole batch.
     To train weights that were added, replaced or unfrozen later, make a new train_step."""

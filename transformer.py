@@ -12,7 +12,7 @@ Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762
     PE(pos, 2i), PE(pos, 2i+1) = sin, cos(pos / 10000^(2i/d_model))                           3.5
     lrate = d_model^-0.5 min(step^-0.5, step warmup^-1.5)                                     (3)
 
-    python transformer.py                      built-in corpus: BLEU 97.5, AER 0.06, 2 min, 2 cores
+    python transformer.py                      built-in corpus: BLEU 97.5, AER 0.06, 1-2 min, 2 cores
     python transformer.py --medium --train train.en train.fr --valid dev.en dev.fr --out runs/fr
 
 The alignment is the cross-attention of the last layer (see --align-layer), averaged over heads.
@@ -223,8 +223,8 @@ class Transformer(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, its comment the help text. A run fixes the fields above lr; an older
-    run has a new field's default. Ints are >= 1, floats >= 0, or the default; see __post_init__."""
+    """Every field is a flag, its comment the help text. Fields above lr cannot change in a run;
+    an older run gets a new field's default. The limits of numbers are in __post_init__."""
 
     # fmt: off
     # text
@@ -308,7 +308,7 @@ COMPILED = (EncoderLayer, DecoderLayer)  # what --compile compiles, besides the 
 
 
 def make_train_step(model, cfg, optimizer=None):
-    """Returns train_step(src, tgt), which makes one update and returns the smoothed loss per token.
+    """Returns train_step(src, tgt): one update, which returns the label-smoothed loss per token.
     src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
     The learning rate is the optimizer's. Under torchrun, every process passes the whole batch.
     To train weights that were added, replaced or unfrozen later, make a new train_step."""

@@ -148,7 +148,7 @@ class Bitext:
         tokens = array("i"), array("i")
         starts = array("q", [0]), array("q", [0])
         for pair in pairs:
-            assert not isinstance(pair, str), "expected pairs of sentences, not sentences"
+            assert not isinstance(pair, str) and len(pair) in (2, 3), "expected pairs of sentences"
             for side, begin in enumerate(([], [BOS])):  # only the target starts with BOS
                 ids = vocabularies[side].encode(pair[side])
                 tokens[side].extend([*begin, *ids, EOS])
@@ -219,7 +219,7 @@ def ngrams(words, n):  # how often each sequence of n words occurs
 
 def bleu(hypotheses, references):
     """Corpus BLEU-4, 0 to 100, of tokenized sentences; sacreBLEU's with tokenize="none"."""
-    assert not isinstance(hypotheses, str), "expected lists of sentences"
+    assert str not in (type(hypotheses), type(references)), "expected lists of sentences"
     hypotheses, references = ([to_words(x) for x in side] for side in (hypotheses, references))
     matches = [0, 0, 0, 0]  # of 1-grams to 4-grams
     total = [0, 0, 0, 0]
@@ -404,7 +404,7 @@ def saved_config(saved, Config, flags):
         raise InputError(f"this run was made by {saved['script']}.py; use that script")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
     flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # limits when new
-    for name in itertools.takewhile(lambda name: name != "lr", config):
+    for name in itertools.takewhile(lambda name: name != "lr", saved["config"]):
         if flags.get(name, config[name]) != config[name]:
             raise InputError(f"this run has {name} = {config[name]}, not {flags[name]}")
     return Config(**config | flags)

@@ -1131,18 +1131,16 @@ def test_saved_weights(folder, monkeypatch):
 def test_new_fields(name, folder, monkeypatch):
     """A field added to Config may have any default; it is a flag with help, in its group."""
     source = (HERE / f"{name}.py").read_text(encoding="utf-8")
-    new = (
-        "    new_int: int = 0  # new, 100%\n    new_float: float = -1.0  # newer\n    # training\n"
-    )
+    new = "    new_a: int = 0  # new, 100%\n    new_b: float = -1.0  # newer\n    # training\n"
     Path("changed.py").write_text(source.replace("    # training\n", new), encoding="utf-8")
     monkeypatch.syspath_prepend("")
     monkeypatch.delitem(sys.modules, "changed", raising=False)
     text = " ".join(run("changed", "--help")[0].split())
-    assert "--new-int N new, 100% [0] --new-float X newer [-1.0] training:" in text
-    run("changed", *small(name)[1:], "--new-float", -0.5, "--seed", 0, "--out", "new")
-    assert script("changed").load("new")[0].cfg.new_float == -0.5
-    _, (error,) = run("changed --new-float -2", status=2)
-    assert error.endswith("--new-float -2.0: must be in [-1.0, inf)")
+    assert "--new-a N new, 100% [0] --new-b X newer [-1.0] training:" in text
+    run("changed", *small(name)[1:], "--new-b", -0.5, "--seed", 0, "--out", "new")
+    assert script("changed").load("new")[0].cfg.new_b == -0.5
+    _, (error,) = run("changed --new-b -2", status=2)
+    assert error.endswith("--new-b -2.0: must be in [-1.0, inf)")
     with pytest.raises(data.InputError, match="--loss-per word: must be one of token, sentence"):
         script(name).Config(loss_per="word")
 

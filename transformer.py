@@ -308,7 +308,7 @@ COMPILED = (EncoderLayer, DecoderLayer)  # what --compile compiles, besides the 
 
 
 def make_train_step(model, cfg, optimizer=None):
-    """Returns train_step(src, tgt): one update, which returns the label-smoothed loss per token.
+    """Returns train_step(src, tgt): makes one update, returns the label-smoothed loss per token.
     src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
     The learning rate is the optimizer's. Under torchrun, every process passes the whole batch.
     To train weights that were added, replaced or unfrozen later, make a new train_step."""
@@ -337,7 +337,7 @@ def make_train_step(model, cfg, optimizer=None):
     if compiled:  # now, on a typical batch, because the first shape decides which kernels are used
         compile_parts(net)
         rows = max(min(cfg.batch_tokens // 64, cfg.batch_sentences) // n, 2)
-        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6 specializes on 8n
+        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # 2.6 specializes multiples of 8
         forward_backward(words, words, flat.new_ones(()))
     forward_backward = graphed(forward_backward, flat.device)
 

@@ -29,7 +29,7 @@ Deviations from the paper
   sorts 1,600 pairs at a time. On CUDA, bf16 is used for speed. Where the paper is silent, we use
   beam 10, the weights with the best validation loss, and 0 to n + 50 words for n source words.
   GroundHog allows n/2 to 3n words, and factorizes W_o through 620 units.
-- Without --paper: smaller, Adam, dropout, label smoothing, and other values in --help.
+- Without --paper: smaller, Adam, dropout, label smoothing, and more (see --help).
 """
 
 import copy
@@ -178,7 +178,7 @@ class RNNsearch(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, its comment the help text. Fields above lr cannot change in a run;
+    """Every field is a flag, its comment the help text. --resume cannot change fields above lr;
     an older run gets a new field's default. The limits of numbers are in __post_init__."""
 
     # fmt: off
@@ -198,7 +198,7 @@ class Config:
     # training
     optimizer: typing.Literal["adam", "adadelta"] = "adam"  # Adam, or the paper's Adadelta
     lr: float = 0.009          # learning rate
-    warmup: int = 30           # steps of linear warm-up, before linear decay to 0 (Adam only)
+    warmup: int = 30           # steps of linear warm-up, under a linear decay to 0 (Adam only)
     clip: float = 0.3          # maximum gradient norm (0: no clipping)
     dropout: float = 0.1       # dropout rate of embeddings and annotations; none in the paper
     dropout_out: float = 0.0   # dropout rate of the maxout layer; none in the paper
@@ -215,11 +215,11 @@ class Config:
     # decoding
     beam: int = 1              # beam size; 1 is greedy decoding
     length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
-    replace_unk: bool = False  # copy the source word for each <unk>; no use if training had none
+    replace_unk: bool = False  # replace <unk> by its source word; needs <unk> in training text
     # fmt: on
 
     def __post_init__(self):
-        data.check(self, seed=(0, math.inf), dropout=(0, 1), dropout_out=(0, 1), smoothing=(0, 1))
+        data.check(self, seed=(0, 2**63), dropout=(0, 1), dropout_out=(0, 1), smoothing=(0, 1))
 
     @classmethod
     def medium(cls, **overrides):
@@ -249,7 +249,7 @@ def make_optimizer(model, cfg):
 
 
 def learning_rate(cfg, update):
-    """Adadelta: constant. Adam: warm-up, linear decay."""
+    """Adadelta: constant. Adam: the lower of warm-up and linear decay."""
     if cfg.optimizer == "adam":
         return cfg.lr * min(update / cfg.warmup, max(1 - (update - 1) / cfg.steps, 0))
     return cfg.lr
@@ -271,9 +271,9 @@ def make_train_step(model, cfg, optimizer=None):
     weights = list(model.parameters())
     sizes = [*(p.numel() for p in weights), 1]
     flat = weights[0].new_zeros(sum(sizes))  # all gradients, then the loss, for one all_reduce
-    pairs = zip(weights, flat.split(sizes))  # below, empty_like(p) is dense, even if p is a slice
-    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]
-    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # which is faster
+    pairs = zip(weights, flat.split(sizes))
+    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]  # dense
+    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # copy: faster
     compiled = cfg.compile and flat.is_cuda
     criterion = torch.compile(summed_loss, dynamic=True) if compiled else summed_loss
     n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
@@ -291,7 +291,7 @@ def make_train_step(model, cfg, optimizer=None):
     if compiled:  # now, on a typical batch, because the first shape decides which kernels are used
         compile_parts(net)
         rows = max(min(cfg.batch_tokens // 64, cfg.batch_sentences) // n, 2)
-        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # 2.6 specializes multiples of 8
+        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6 would hard-code 32
         forward_backward(words, words, flat.new_ones(()))
     forward_backward = graphed(forward_backward, flat.device)
 
@@ -307,7 +307,7 @@ def make_train_step(model, cfg, optimizer=None):
         if WORLD_SIZE > 1:
             dist.all_reduce(flat)  # a sum: 1 / count already divides by the whole batch
         for p, q, g in zip(weights, net.parameters(), gradients):
-            p.grad = g if p.requires_grad and q.requires_grad else None  # zeros would decay p
+            p.grad = g if p.requires_grad and q.requires_grad else None  # 0 would decay in AdamW
         if cfg.clip:
             nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
@@ -425,10 +425,10 @@ def translate(model, sentences, vocabularies):
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     pairs = [[data.to_words(sentence), []] for sentence in sentences]  # [source, translation]
     net = bf16_copy(model.eval())
-    hypotheses = 2048 if next(model.parameters()).is_cuda else 512  # per batch of short sentences
-    for rows, src, _ in inference_batches(model, pairs, vocabularies, 32 * hypotheses // cfg.beam):
-        words = (src != PAD).sum(1) - 1  # without EOS
-        max_len = torch.where(words > 0, words + 50, 0)  # an empty sentence stays empty
+    max_tokens = (65536 if next(model.parameters()).is_cuda else 16384) // cfg.beam
+    for rows, src, _ in inference_batches(model, pairs, vocabularies, max_tokens):
+        n = (src != PAD).sum(1) - 1  # source words, without EOS
+        max_len = torch.where(n > 0, n + 50, 0)  # an empty sentence stays empty
         tokens = beam(net, src, max_len, cfg.beam, cfg.length_penalty)
         for row, ids in zip(rows, tokens.tolist()):
             pairs[row][1] = vocabularies[1].decode(ids)
@@ -468,7 +468,7 @@ def evaluate(model, pairs, vocabularies):
 
 
 def load(path, device="cpu", **flags):
-    """(model, vocabularies) of a run folder; flags override its Config."""
+    """(model, vocabularies) of a run folder; flags override Config fields from lr on."""
     saved = read_checkpoint(Path(path, "model.pt"))
     model = Model(data.saved_config(saved, Config, flags)).to(device)
     model.load_state_dict(saved["model"])
@@ -594,7 +594,7 @@ def inference_command(args, flags, device):
 
 def main(argv=None):
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
-    has_avx = "AVX" in torch.backends.cpu.get_cpu_capability()
+    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     torch.backends.mkldnn.set_flags(has_avx)  # oneDNN slows these models down on ARM
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():

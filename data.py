@@ -100,7 +100,7 @@ def parse_links(source, target, words, place):  # Pharaoh format: ["0-0", "1-2",
 
 
 def built_in(split):
-    """The files of the built-in corpus: train, or valid and test, which have gold alignments."""
+    """The files of a split of the built-in corpus; valid and test have gold alignments."""
     parts = ("en", "fr") if split == "train" else ("en", "fr", "links")
     return [CORPUS / f"{split}.{part}" for part in parts]
 
@@ -176,7 +176,7 @@ class Bitext:
         """Batches of row numbers that cover each row once, longest first."""
         longest = np.maximum(*self.lengths)
         order = np.lexsort((self.lengths[0], longest))[::-1]
-        max_rows = max_tokens // 32  # a pair counts as 32 or more: translations can be long
+        max_rows = max_tokens // 32  # a pair counts as 32 tokens or more: its output can be long
         cuts = batch_boundaries(longest[order], max_tokens, max_rows)
         return [order[first:last] for first, last in itertools.pairwise(cuts)]
 
@@ -184,8 +184,8 @@ class Bitext:
         """Endless training batches. Batch k depends only on k and the arguments, for --resume."""
         # Pairs of similar length share a batch, and lengths are rounded up to a multiple of 1/16 of
         # the longest (outliers aside): little padding, and few distinct shapes, for CUDA graphs.
-        longest = np.maximum(*self.lengths)
-        multiple = max(int(min(longest.max(), 2 * np.quantile(longest, 0.99))) // 16, 1)
+        longer = np.maximum(*self.lengths)
+        multiple = max(int(min(longer.max(), 2 * np.quantile(longer, 0.99))) // 16, 1)
         source = round_up(self.lengths[0], multiple)
         longest = np.maximum(source, round_up(self.lengths[1] - 1, multiple))
         cuts = batch_boundaries(np.sort(longest)[::-1], max_tokens, max_sentences)
@@ -203,7 +203,7 @@ def round_up(length, multiple):
 
 
 def batch_boundaries(longest, max_tokens, max_sentences):
-    """Boundaries of batches, longest pairs first: at most max_tokens with padding, or one pair."""
+    """Boundaries of batches, longest pairs first: one pair, or max_tokens at most, when padded."""
     cuts = [0]
     while cuts[-1] < len(longest):
         tokens_per_pair = 2 * int(longest[cuts[-1]])  # the source and the target, with padding
@@ -323,7 +323,7 @@ def write_alignments(path, pairs, alphas):
 
 # ---- 4. the command line: flags, the text of a run, its files ------------------------------------
 def parse_args(Config, description, argv=None):
-    """Returns the command line and the fields of Config that it sets (all, with a preset)."""
+    """The parsed command line, and the fields of Config that it sets (all, with a preset)."""
     shown = "\n".join(re.findall(r"\A.+|^    python .+", description, re.M))
     layout = dict(description=shown, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(**layout, usage=argparse.SUPPRESS, allow_abbrev=False)
@@ -331,18 +331,18 @@ def parse_args(Config, description, argv=None):
     mode = parser.add_mutually_exclusive_group()
     start = parser.add_mutually_exclusive_group()
     mode.add_argument("--train", **pair, help="train on your own text [built-in corpus]")
-    mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT [LINKS, for AER]")
+    mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT; with LINKS, AER")
     mode.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
-    mode.add_argument("--translate", action="store_true", help="translate stdin or typed sentences")
+    mode.add_argument("--translate", action="store_true", help="translate stdin, line by line")
     parser.add_argument("--valid", **pair, help="validation text, needed with --train")
     script = Path(inspect.getfile(Config)).stem
     folder = dict(type=Path, default=Path("runs", script), metavar="DIR")
     parser.add_argument("--out", **folder, help="run folder [%(default)s]")
     start.add_argument("--resume", action="store_true", help="continue the training in --out")
     preset = dict(action="store_const", dest="preset")
-    start.add_argument("--medium", **preset, const="medium", help="for 10,000 to 100,000 pairs")
+    start.add_argument("--medium", **preset, const="medium", help="preset for 10k to 100k pairs")
     start.add_argument("--paper", **preset, const="paper", help="the paper's sizes and recipe")
-    parser.add_argument("--device", choices=["cpu", "cuda", "mps"], help="[cuda if there is a GPU]")
+    parser.add_argument("--device", choices=["cpu", "cuda", "mps"], help="[cuda if found, or cpu]")
     add_config_flags(parser, Config)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -384,7 +384,7 @@ def add_config_flags(parser, Config):
 
 
 def check(config, **ranges):
-    """Rejects unknown choices, and numbers below 1 (int) or 0 (float) or not in ranges[field]."""
+    """Rejects unknown choices, and numbers not in ranges[field], or below 1 (int) or 0 (float)."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         flag = f"--{field.name.replace('_', '-')} {value}"
@@ -393,7 +393,7 @@ def check(config, **ranges):
             raise InputError(f"{flag}: must be one of {', '.join(map(str, choices))}")
         if field.type in (int, float):
             least, below = ranges.get(field.name, (int(field.type is int), math.inf))
-            least = min(least, field.default)  # a new field can have any finite default
+            least = min(least, field.default)  # a default is always allowed
             if not least <= value < below:
                 raise InputError(f"{flag}: must be in [{least}, {below})")
 
@@ -403,7 +403,7 @@ def saved_config(saved, Config, flags):
     if saved["script"] != Path(inspect.getfile(Config)).stem:
         raise InputError(f"this run was made by {saved['script']}.py; use that script")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
-    flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # limits when new
+    flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # for new runs only
     for name in itertools.takewhile(lambda name: name != "lr", saved["config"]):
         if flags.get(name, config[name]) != config[name]:
             raise InputError(f"this run has {name} = {config[name]}, not {flags[name]}")
@@ -499,7 +499,7 @@ def log_validation(out, log, smoothing):
 
 def format_scores(result):
     lengths = ", ".join(f"{k}: {v:.1f}" for k, v in result["bleu_by_length"].items())
-    text = "loss {loss:.4f}, perplexity {ppl:#.4g}, BLEU {bleu:.2f}"
+    text = "loss {loss:.4f}, perplexity {ppl:.4g}, BLEU {bleu:.2f}"
     text += "" if result["aer"] is None else ", AER {aer:.3f}"
     return f"{text.format(**result)}\nBLEU by source length: {lengths}"
 

@@ -21,7 +21,7 @@ arXiv 1508.04025
 Deviations from the paper
 - Positions s count from 1 to S, EOS included; the authors' code leaves EOS out.
 - p_t is a real number, so a local-p window covers 2D words, not 2D + 1. In local-m, p_t <= S.
-- a_t, rescaled to sum to 1, aligns y_t; in the paper y_{t-1}, but for location (footnote 14).
+- a_t, rescaled to sum to 1, aligns y_t; in the paper y_{t-1}, except location (footnote 14).
 - The location score needs global attention, and masks positions beyond the sentence (footnote 6).
 - concat learns all of W_a; the authors fixed its half for hbar_s to the identity (footnote 15).
 - The decoder's LSTMs have biases, as in Zaremba et al., whom the paper cites; the encoder's have
@@ -29,7 +29,7 @@ Deviations from the paper
 - Dropout also acts before the softmax. The clipped norm includes embeddings; the authors' does not.
 - Where the paper is silent: beam 10, whose ended hypotheses keep their places; 0 to n + 50 words
   for n source words; the weights with the best validation loss. --replace-unk has no dictionary.
-- On CUDA, bf16. Without --paper: one small layer, Adam, label smoothing, global attention; --help.
+- bf16 on CUDA. Without --paper: one small layer, Adam, smoothing, global attention; see --help.
 """
 
 import copy
@@ -75,7 +75,7 @@ class LuongAttention(nn.Module):
             self.W_a = nn.Linear(2 * hidden, hidden, bias=False)
             self.v_a = nn.Linear(hidden, 1, bias=False)
         elif score == "location":
-            self.W_a = nn.Linear(hidden, positions, bias=False)  # words beyond get zero weight
+            self.W_a = nn.Linear(hidden, positions, bias=False)  # later words get zero weight
         if attention == "local-p":
             self.W_p = nn.Linear(hidden, hidden, bias=False)
             self.v_p = nn.Linear(hidden, 1, bias=False)
@@ -223,7 +223,7 @@ class DeepLSTM(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, its comment the help text. Fields above lr cannot change in a run;
+    """Every field is a flag, its comment the help text. --resume cannot change fields above lr;
     an older run gets a new field's default. The limits of numbers are in __post_init__."""
 
     # fmt: off
@@ -238,14 +238,14 @@ class Config:
     hidden: int = 128          # LSTM units per layer
     layers: int = 1            # LSTM layers of the encoder and of the decoder
     score: typing.Literal["dot", "general", "concat", "location"] = "general"  # score function, 3.1
-    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # all words or a window
+    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # all; near t; near p_t
     window: int = 10           # words on each side of p_t in local attention (D)
     input_feeding: bool = False  # feed h~_{t-1} into the next decoder step, section 3.3
     init: float = 0.15         # initial weights are uniform between -X and X
     # training
     optimizer: typing.Literal["adam", "sgd"] = "adam"  # Adam, or plain SGD as in the paper
     lr: float = 0.006          # learning rate
-    warmup: int = 100          # steps of linear warm-up, before linear decay to 0 (Adam only)
+    warmup: int = 100          # steps of linear warm-up, under a linear decay to 0 (Adam only)
     clip: float = 0.3          # maximum gradient norm (0: no clipping)
     dropout: float = 0.1       # dropout rate of LSTM and softmax inputs
     smoothing: float = 0.1     # label smoothing; none in the paper
@@ -261,17 +261,17 @@ class Config:
     # decoding
     beam: int = 1              # beam size; 1 is greedy decoding
     length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
-    replace_unk: bool = False  # copy the source word for each <unk>; no use if training had none
+    replace_unk: bool = False  # replace <unk> by its source word; needs <unk> in training text
     # fmt: on
 
     def __post_init__(self):
-        data.check(self, seed=(0, math.inf), dropout=(0, 1), smoothing=(0, 1))
+        data.check(self, seed=(0, 2**63), dropout=(0, 1), smoothing=(0, 1))
         if self.score == "location" and self.attention != "global":
             raise data.InputError("--score location: works only with --attention global")
 
     @classmethod
     def medium(cls, **overrides):
-        """For 10,000 to 100,000 pairs; chosen on Multi30k's validation set, dot on Europarl's."""
+        """For 10,000 to 100,000 pairs; chosen by validation on Multi30k, dot on Europarl."""
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, min_count=2)
         sizes = dict(emb=256, hidden=512, score="dot", input_feeding=True, dropout=0.5, init=0.08)
         recipe = dict(lr=0.008, clip=1.0, smoothing=0.2, average=10, beam=5, length_penalty=1.0)
@@ -298,7 +298,7 @@ def make_optimizer(model, cfg):
 
 
 def learning_rate(cfg, update):
-    """SGD: halved every epoch after 8 of 12 (no dropout: 5 of 10). Adam: warm-up, linear decay."""
+    """SGD: --steps are 12 epochs, halved after 8 (no dropout: 10, 5). Adam: warm-up, decay."""
     if cfg.optimizer == "adam":
         return cfg.lr * min(update / cfg.warmup, max(1 - (update - 1) / cfg.steps, 0))
     epochs, constant = (12, 8) if cfg.dropout else (10, 5)
@@ -322,9 +322,9 @@ def make_train_step(model, cfg, optimizer=None):
     weights = list(model.parameters())
     sizes = [*(p.numel() for p in weights), 1]
     flat = weights[0].new_zeros(sum(sizes))  # all gradients, then the loss, for one all_reduce
-    pairs = zip(weights, flat.split(sizes))  # below, empty_like(p) is dense, even if p is a slice
-    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]
-    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # which is faster
+    pairs = zip(weights, flat.split(sizes))
+    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]  # dense
+    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # copy: faster
     compiled = cfg.compile and flat.is_cuda
     criterion = torch.compile(summed_loss, dynamic=True) if compiled else summed_loss
     n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
@@ -342,7 +342,7 @@ def make_train_step(model, cfg, optimizer=None):
     if compiled:  # now, on a typical batch, because the first shape decides which kernels are used
         compile_parts(net)
         rows = max(min(cfg.batch_tokens // 64, cfg.batch_sentences) // n, 2)
-        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # 2.6 specializes multiples of 8
+        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6 would hard-code 32
         forward_backward(words, words, flat.new_ones(()))
     forward_backward = graphed(forward_backward, flat.device)
 
@@ -358,7 +358,7 @@ def make_train_step(model, cfg, optimizer=None):
         if WORLD_SIZE > 1:
             dist.all_reduce(flat)  # a sum: 1 / count already divides by the whole batch
         for p, q, g in zip(weights, net.parameters(), gradients):
-            p.grad = g if p.requires_grad and q.requires_grad else None  # zeros would decay p
+            p.grad = g if p.requires_grad and q.requires_grad else None  # 0 would decay in AdamW
         if cfg.clip:
             nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
@@ -476,10 +476,10 @@ def translate(model, sentences, vocabularies):
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     pairs = [[data.to_words(sentence), []] for sentence in sentences]  # [source, translation]
     net = bf16_copy(model.eval())
-    hypotheses = 2048 if next(model.parameters()).is_cuda else 512  # per batch of short sentences
-    for rows, src, _ in inference_batches(model, pairs, vocabularies, 32 * hypotheses // cfg.beam):
-        words = (src != PAD).sum(1) - 1  # without EOS
-        max_len = torch.where(words > 0, words + 50, 0)  # an empty sentence stays empty
+    max_tokens = (65536 if next(model.parameters()).is_cuda else 16384) // cfg.beam
+    for rows, src, _ in inference_batches(model, pairs, vocabularies, max_tokens):
+        n = (src != PAD).sum(1) - 1  # source words, without EOS
+        max_len = torch.where(n > 0, n + 50, 0)  # an empty sentence stays empty
         tokens = beam(net, src, max_len, cfg.beam, cfg.length_penalty)
         for row, ids in zip(rows, tokens.tolist()):
             pairs[row][1] = vocabularies[1].decode(ids)
@@ -519,7 +519,7 @@ def evaluate(model, pairs, vocabularies):
 
 
 def load(path, device="cpu", **flags):
-    """(model, vocabularies) of a run folder; flags override its Config."""
+    """(model, vocabularies) of a run folder; flags override Config fields from lr on."""
     saved = read_checkpoint(Path(path, "model.pt"))
     model = Model(data.saved_config(saved, Config, flags)).to(device)
     model.load_state_dict(saved["model"])
@@ -645,7 +645,7 @@ def inference_command(args, flags, device):
 
 def main(argv=None):
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
-    has_avx = "AVX" in torch.backends.cpu.get_cpu_capability()
+    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     torch.backends.mkldnn.set_flags(has_avx)  # oneDNN slows these models down on ARM
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():

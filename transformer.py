@@ -13,7 +13,7 @@ Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762
     lrate = d_model^-0.5 min(step^-0.5, step warmup^-1.5)                                     (3)
 
     python transformer.py                      built-in corpus: BLEU 97.5, AER 0.06, 2 min, 2 cores
-    python transformer.py --medium --train train.en train.fr --valid dev.en dev.fr --out runs/fr
+    python transformer.py --medium --train bpe.train.{en,fr} --valid bpe.valid.{en,fr} --out runs/fr
 
 The alignment is the cross-attention of the last layer (see --align-layer), averaged over heads.
 
@@ -223,7 +223,7 @@ class Transformer(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, its comment the help text. Fields above lr cannot change in a run;
+    """Every field is a flag, its comment the help text. --resume cannot change fields above lr;
     an older run gets a new field's default. The limits of numbers are in __post_init__."""
 
     # fmt: off
@@ -237,7 +237,7 @@ class Config:
     d_model: int = 96          # size of the embeddings and of every layer's output
     d_ff: int = 256            # hidden size of the feed-forward network
     heads: int = 4             # attention heads (h); d_k = d_v = d_model / heads
-    layers: int = 2            # layers of the encoder and of the decoder (N); for 6, --warmup 1000
+    layers: int = 2            # layers of the encoder and of the decoder (N); 6 need --warmup 1000
     # training
     lr: float = 1.0            # factor of the learning rate, eq. (3)
     warmup: int = 400          # steps of linear warm-up, eq. (3)
@@ -258,11 +258,11 @@ class Config:
     align_layer: int = 0       # decoder layer whose attention is the alignment (0: the last)
     beam: int = 1              # beam size; 1 is greedy decoding
     length_penalty: float = 0.0  # beam search ranks by log p / ((5 + |y|) / 6)^length_penalty
-    replace_unk: bool = False  # copy the source word for each <unk>; no use if training had none
+    replace_unk: bool = False  # replace <unk> by its source word; needs <unk> in training text
     # fmt: on
 
     def __post_init__(self):
-        data.check(self, seed=(0, math.inf), dropout=(0, 1), smoothing=(0, 1))
+        data.check(self, seed=(0, 2**63), dropout=(0, 1), smoothing=(0, 1))
         if self.d_model % self.heads or self.d_model % 2:
             raise data.InputError(f"--d-model: must be even and a multiple of --heads {self.heads}")
         if self.align_layer > self.layers:
@@ -290,7 +290,7 @@ class Config:
 
 
 def make_optimizer(model, cfg):
-    """Adam as in section 5.3, with the peak of (3), until train sets the rate of each update."""
+    """Adam as in section 5.3; lr is the peak of (3) until train sets the rate of each update."""
     peak = cfg.lr * (cfg.d_model * cfg.warmup) ** -0.5
     return torch.optim.Adam(model.parameters(), lr=peak, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
@@ -317,9 +317,9 @@ def make_train_step(model, cfg, optimizer=None):
     weights = list(model.parameters())
     sizes = [*(p.numel() for p in weights), 1]
     flat = weights[0].new_zeros(sum(sizes))  # all gradients, then the loss, for one all_reduce
-    pairs = zip(weights, flat.split(sizes))  # below, empty_like(p) is dense, even if p is a slice
-    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]
-    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # which is faster
+    pairs = zip(weights, flat.split(sizes))
+    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]  # dense
+    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # copy: faster
     compiled = cfg.compile and flat.is_cuda
     criterion = torch.compile(summed_loss, dynamic=True) if compiled else summed_loss
     n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
@@ -337,7 +337,7 @@ def make_train_step(model, cfg, optimizer=None):
     if compiled:  # now, on a typical batch, because the first shape decides which kernels are used
         compile_parts(net)
         rows = max(min(cfg.batch_tokens // 64, cfg.batch_sentences) // n, 2)
-        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # 2.6 specializes multiples of 8
+        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6 would hard-code 32
         forward_backward(words, words, flat.new_ones(()))
     forward_backward = graphed(forward_backward, flat.device)
 
@@ -353,7 +353,7 @@ def make_train_step(model, cfg, optimizer=None):
         if WORLD_SIZE > 1:
             dist.all_reduce(flat)  # a sum: 1 / count already divides by the whole batch
         for p, q, g in zip(weights, net.parameters(), gradients):
-            p.grad = g if p.requires_grad and q.requires_grad else None  # zeros would decay p
+            p.grad = g if p.requires_grad and q.requires_grad else None  # 0 would decay in AdamW
         if cfg.clip:
             nn.utils.clip_grad_norm_(weights, cfg.clip)
         optimizer.step()
@@ -471,10 +471,10 @@ def translate(model, sentences, vocabularies):
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     pairs = [[data.to_words(sentence), []] for sentence in sentences]  # [source, translation]
     net = bf16_copy(model.eval())
-    hypotheses = 2048 if next(model.parameters()).is_cuda else 512  # per batch of short sentences
-    for rows, src, _ in inference_batches(model, pairs, vocabularies, 32 * hypotheses // cfg.beam):
-        words = (src != PAD).sum(1) - 1  # without EOS
-        max_len = torch.where(words > 0, words + 50, 0)  # an empty sentence stays empty
+    max_tokens = (65536 if next(model.parameters()).is_cuda else 16384) // cfg.beam
+    for rows, src, _ in inference_batches(model, pairs, vocabularies, max_tokens):
+        n = (src != PAD).sum(1) - 1  # source words, without EOS
+        max_len = torch.where(n > 0, n + 50, 0)  # an empty sentence stays empty
         tokens = beam(net, src, max_len, cfg.beam, cfg.length_penalty)
         for row, ids in zip(rows, tokens.tolist()):
             pairs[row][1] = vocabularies[1].decode(ids)
@@ -514,7 +514,7 @@ def evaluate(model, pairs, vocabularies):
 
 
 def load(path, device="cpu", **flags):
-    """(model, vocabularies) of a run folder; flags override its Config."""
+    """(model, vocabularies) of a run folder; flags override Config fields from lr on."""
     saved = read_checkpoint(Path(path, "model.pt"))
     model = Model(data.saved_config(saved, Config, flags)).to(device)
     model.load_state_dict(saved["model"])
@@ -640,7 +640,7 @@ def inference_command(args, flags, device):
 
 def main(argv=None):
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
-    has_avx = "AVX" in torch.backends.cpu.get_cpu_capability()
+    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     torch.backends.mkldnn.set_flags(has_avx)  # oneDNN slows these models down on ARM
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
     with data.one_line_errors():

@@ -67,7 +67,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Config:
     # fmt: off
     # model
-    attention: typing.Literal["soft", "hard", "mean"] = "soft"  # attention; mean: equal weights
+    attention: typing.Literal["soft", "hard", "mean"] = "soft"  # mean: equal weights
     features: int = 64         # size of an annotation vector (D)
     emb: int = 64              # embedding size (m)
     hidden: int = 128          # units of the LSTM (n)
@@ -187,7 +187,7 @@ def objective(cfg, y, logits, alpha, s, b=0.0):
 
 def train(cfg):
     """Trains a model; after every step, yields it and the loss per word."""
-    torch.backends.mkldnn.set_flags(False)  # like NNPACK, oneDNN slows this model on ARM
+    torch.backends.mkldnn.set_flags(False)  # both slow this model down on ARM
     torch.backends.nnpack.set_flags(False)
     torch.manual_seed(cfg.seed)
     model = Captioner(cfg).to(DEVICE)
@@ -336,8 +336,8 @@ def picture(image, words, s):
         parts.append(f"<rect {pixel}/>")
     parts.append("</g></defs>")
     for k, (word, weights) in enumerate(zip(words, s)):
-        place = f"translate({110 * k + 7},7) scale(2)"
-        parts.append(f'<g transform="{place}"><use href="#image"/>')
+        shift = f"translate({110 * k + 7},7) scale(2)"
+        parts.append(f'<g transform="{shift}"><use href="#image"/>')
         for cell, weight in enumerate(weights / weights.max()):
             x, y = 6 * (cell % GRID), 6 * (cell // GRID)
             opacity = f"{0.7 * (1 - weight):.2f}"

@@ -156,7 +156,7 @@ def draw_weights(name, models, clock=None):
                 parts.append(cell(x, top + 15 * i, frames[:, i, j], clock))
         left += wide
     width = left - 92
-    for k, time in enumerate(times if clock else []):  # without animation the last step is shown
+    for k, time in enumerate(times if clock else []):  # viewers without animation show the last
         states = ["visible" if n == k else "hidden" for n in shown]
         words = "after two minutes" if k == last else f"after {time:,} steps"
         place = f'x="{width / 2:.0f}" y="{bottom}" {CENTERED} {BOLD} visibility="{states[-1]}"'
@@ -220,7 +220,7 @@ def train(script, pairs):
 
     import data
 
-    torch.backends.mkldnn.set_flags(False)
+    torch.backends.mkldnn.set_flags(False)  # as main of the scripts does on ARM
     cfg = script.Config()
     corpus = data.Corpus(cfg, train=None, valid=None, saved={})  # the built-in corpus
     cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)

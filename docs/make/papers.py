@@ -36,12 +36,12 @@ def update_links(page):
     missing = []
 
     def correct(link):
-        code, file, _ = link.groups()
+        code, file, number = link.groups()
         lines = (page.parent / file).read_text(encoding="utf-8").split("\n")
         line = next((n for n, line in enumerate(lines, 1) if code in line), None)
         if not line:
             missing.append(f"{page.name}: {file} does not contain {code!r}; quote its new line")
-        return f"[`{code}`]({file}#L{line})"
+        return f"[`{code}`]({file}#L{line or number})"
 
     text = page.read_text(encoding="utf-8")
     updated = LINK.sub(correct, text)

@@ -41,29 +41,29 @@ def assert_close(a, b):
     torch.testing.assert_close(a, b, rtol=0, atol=1e-9, check_dtype=False)
 
 
+def read(path):
+    return path.read_text(encoding="utf-8")
+
+
 # ---- documents -----------------------------------------------------------------------------------
 def test_links_to_code():
     """Links to code point at the right lines."""
     pages = [ROOT / "README.md", *DOCS.glob("*.md")]
     pattern = r"\[`([^`]+)`\]\(([\w./]+\.py)#L(\d+)\)"
-    links = [
-        (page, *link)
-        for page in pages
-        for link in re.findall(pattern, page.read_text(encoding="utf-8"))
-    ]
+    links = [(page, *link) for page in pages for link in re.findall(pattern, read(page))]
     assert len(links) >= 100
     for page, code, file, line in links:
-        lines = (page.parent / file).read_text(encoding="utf-8").split("\n")
+        lines = read(page.parent / file).split("\n")
         found = int(line) <= len(lines) and code in lines[int(line) - 1]
         assert found, f"{page.name}: {file}, line {line} is not {code}; {UPDATE_LINKS}"
 
 
 def test_line_counts():
     """README has the length of every model and script, and the lines of bahdanau.py's model."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = read(ROOT / "README.md")
     for row in re.findall(r"^\| \[`\w+\.py`\].*", text, re.M):
         (name,) = re.findall(r"^\| \[`(\w+\.py)`", row)
-        lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+        lines = read(ROOT / name).splitlines()
         first = next(n for n, line in enumerate(lines, 1) if line.startswith("class "))
         last = lines.index("@dataclasses.dataclass") - 2
         want = f"| {last - first + 1} / {len(lines)} |"
@@ -75,8 +75,8 @@ def test_line_counts():
 
 def test_attention_page():
     """attention.html is current, and in it the models with attention output the references."""
-    assert draw.page() == (DOCS / "attention.html").read_text(encoding="utf-8"), UPDATE_PAGE
-    film = json.loads((DOCS / "runs/film.json").read_text(encoding="utf-8"))
+    assert draw.page() == read(DOCS / "attention.html"), UPDATE_PAGE
+    film = json.loads(read(DOCS / "runs/film.json"))
     references = [target for _, target in film["pairs"]]
     for model in film["models"][1:]:
         assert model["frames"][-1][1] == references, f"{model['script']}; {UPDATE_PAGE} --film"
@@ -88,36 +88,33 @@ def test_papers_page():
     pytest.importorskip("latex2mathml", reason="pip install -r docs/make/requirements.txt")
     import papers
 
-    assert papers.build() == (DOCS / "papers.html").read_text(encoding="utf-8"), UPDATE_LINKS
+    assert papers.build() == read(DOCS / "papers.html"), UPDATE_LINKS
 
 
 def test_speed():
     """The tables of speed.md are those of its log."""
     import compare
 
-    text = (DOCS / "speed.md").read_text(encoding="utf-8")
+    text = read(DOCS / "speed.md")
     found = re.findall(r"^\|.*\|$", text, re.M)
-    log = compare.LOG.read_text(encoding="utf-8").splitlines()
+    log = read(compare.LOG).splitlines()
     want = list(compare.tables([json.loads(line) for line in log]))
     assert found == want, "run: python docs/make/compare.py tables"
 
 
 def test_diff():
     """The diff of two scripts in equations.md consists of their lines, without comments."""
-    text = (DOCS / "equations.md").read_text(encoding="utf-8")
+    text = read(DOCS / "equations.md")
     (excerpt,) = re.findall(r"```diff\n(.*?)\n```", text, re.S)
     files = {"-": "bahdanau.py", "+": "luong.py"}
     for sign, line in ((row[0], row[1:]) for row in filter(None, excerpt.split("\n"))):
-        code = [
-            row.split("  #")[0]
-            for row in (ROOT / files[sign]).read_text(encoding="utf-8").split("\n")
-        ]
+        code = [row.split("  #")[0] for row in read(ROOT / files[sign]).split("\n")]
         assert line in code, f"{files[sign]} has no line {line.strip()}; edit equations.md"
 
 
 # ---- exercises -----------------------------------------------------------------------------------
 def blocks(language):
-    text = (DOCS / "exercises.md").read_text(encoding="utf-8")
+    text = read(DOCS / "exercises.md")
     return re.findall(rf"```{language}\n(.*?)\n```", text, re.S)
 
 
@@ -125,20 +122,16 @@ def change(folder, diff):
     """Applies a diff that has no line numbers: each old line occurs once in the folder's files."""
     for sign, line in ((row[0], row[1:]) for row in diff.split("\n")):
         if sign != "+":
-            files = [
-                x
-                for x in folder.glob("*.py")
-                if x.read_text(encoding="utf-8").split("\n").count(line) == 1
-            ]
+            files = [x for x in folder.glob("*.py") if read(x).split("\n").count(line) == 1]
             assert len(files) == 1, f"found in {len(files)} files: {line}; edit exercises.md"
-            lines = files[0].read_text(encoding="utf-8").split("\n")
+            lines = read(files[0]).split("\n")
             at = lines.index(line) + (sign == " ")
         if sign == "+":
             lines.insert(at, line)
             at += 1
         elif sign == "-":
             del lines[at]
-        files[0].write_text("\n".join(lines))
+        files[0].write_text("\n".join(lines), encoding="utf-8")
 
 
 def run_python(folder, expected, *command):
@@ -155,7 +148,7 @@ def copies(tmp_path):
         shutil.copy(file, tmp_path)
     (tmp_path / "corpus").mkdir()
     for file in chain(*map(data.CORPUS.glob, ("*.en", "*.fr", "*.links"))):
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = read(file).splitlines(keepends=True)
         (tmp_path / "corpus" / file.name).write_text("".join(lines[:20]), encoding="utf-8")
     return tmp_path
 

@@ -52,12 +52,11 @@ class InputError(Exception):
 
 # ---- 1. the loader: reading, vocabularies, batches ----------------------------------------------
 def to_words(sentence):
-    """Splits a string (or UTF-8 bytes) at ASCII whitespace; a list of words is left unchanged."""
-    if isinstance(sentence, str):
-        sentence = sentence.encode()  # bytes.split, unlike str.split, keeps no-break spaces
-    if isinstance(sentence, bytes):
-        return [word.decode() for word in sentence.split()]
-    return sentence
+    """Splits a string at ASCII whitespace; a list of words is left unchanged."""
+    if not isinstance(sentence, str):
+        return sentence
+    words = sentence.encode().split()  # bytes.split, unlike str.split, keeps no-break spaces
+    return [word.decode() for word in words]
 
 
 def read(path):
@@ -67,7 +66,7 @@ def read(path):
         with opener(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    yield to_words(line.removeprefix(b"\xef\xbb\xbf"))  # byte order mark
+                    yield to_words(line.decode("utf-8-sig"))
                 except UnicodeDecodeError:
                     raise InputError(f"{path}, line {number}: not UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error):
@@ -338,7 +337,7 @@ def parse_args(Config, description, argv=None):
     script = Path(inspect.getfile(Config)).stem
     folder = dict(type=Path, default=Path("runs", script), metavar="DIR")
     parser.add_argument("--out", **folder, help="run folder [%(default)s]")
-    start.add_argument("--resume", action="store_true", help="continue the training in --out")
+    start.add_argument("--resume", action="store_true", help="continue the run in --out to --steps")
     preset = dict(action="store_const", dest="preset")
     start.add_argument("--medium", **preset, const="medium", help="preset for 10k to 100k pairs")
     start.add_argument("--paper", **preset, const="paper", help="the paper's sizes and recipe")
@@ -398,10 +397,10 @@ def check(config, **ranges):
                 raise InputError(f"{flag}: must be in [{least}, {below})")
 
 
-def saved_config(saved, Config, flags):
+def saved_config(saved, Config, flags, script):
     """The Config of a checkpoint, updated with flags; fields above lr must not change."""
-    if saved["script"] != Path(inspect.getfile(Config)).stem:
-        raise InputError(f"this run was made by {saved['script']}.py; use that script")
+    if saved["script"] != Path(script).stem:
+        raise InputError(f"this run was made by {saved['script']}.py; use it, or rename this one")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
     flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # for new runs only
     for name in itertools.takewhile(lambda name: name != "lr", saved["config"]):
@@ -516,7 +515,7 @@ def one_line_errors():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; a training run continues with --resume", file=sys.stderr)
+        print("interrupted; --resume continues a training run", file=sys.stderr)
         sys.exit(130)
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -223,7 +223,7 @@ class Transformer(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, its comment the help text. --resume cannot change fields above lr;
+    """Every field is a flag, its comment the help text. A run keeps the fields above lr;
     an older run gets a new field's default. The limits of numbers are in __post_init__."""
 
     # fmt: off
@@ -311,7 +311,7 @@ def make_train_step(model, cfg, optimizer=None):
     """Returns train_step(src, tgt): makes one update, returns the label-smoothed loss per token.
     src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
     The learning rate is the optimizer's. Under torchrun, every process passes the whole batch.
-    To train weights that were added, replaced or unfrozen later, make a new train_step."""
+    Make a new one after adding, replacing or unfreezing weights. On CUDA, buffers do not change."""
     optimizer = optimizer or make_optimizer(model, cfg)
     net = bf16_copy(model)  # computes in bf16 on CUDA; the model keeps the float32 weights
     weights = list(model.parameters())
@@ -516,7 +516,7 @@ def evaluate(model, pairs, vocabularies):
 def load(path, device="cpu", **flags):
     """(model, vocabularies) of a run folder; flags override Config fields from lr on."""
     saved = read_checkpoint(Path(path, "model.pt"))
-    model = Model(data.saved_config(saved, Config, flags)).to(device)
+    model = Model(data.saved_config(saved, Config, flags, __file__)).to(device)
     model.load_state_dict(saved["model"])
     return model.eval(), [data.Vocabulary(words) for words in saved["vocabularies"]]
 
@@ -587,7 +587,7 @@ def read_checkpoint(path):
 def train_command(args, flags, device):
     """Trains a new run or resumes one, then scores the model and draws alignments."""
     saved = read_checkpoint(args.out / "last.pt") if args.resume else {}
-    cfg = data.saved_config(saved, Config, flags) if saved else Config(**flags)
+    cfg = data.saved_config(saved, Config, flags, __file__) if saved else Config(**flags)
     if RANK == 0 and not saved and any(args.out.glob("*.pt")):  # RANK 1 may see what 0 just wrote
         raise data.InputError(f"{args.out}: holds a run; add --resume, or choose another --out")
     corpus = data.Corpus(cfg, args.train, args.valid, saved)

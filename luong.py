@@ -29,7 +29,7 @@ Deviations from the paper
 - Dropout also acts before the softmax. The clipped norm includes embeddings; the authors' does not.
 - Where the paper is silent: beam 10, whose ended hypotheses keep their places; 0 to n + 50 words
   for n source words; the weights with the best validation loss. --replace-unk has no dictionary.
-- bf16 on CUDA. Without --paper: one small layer, Adam, smoothing, global attention; see --help.
+- bf16 for speed. --steps stretches 12 epochs. Without --paper: one layer, Adam, smoothing, global.
 """
 
 import copy

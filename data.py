@@ -52,11 +52,12 @@ class InputError(Exception):
 
 # ---- 1. the loader: reading, vocabularies, batches ----------------------------------------------
 def to_words(sentence):
-    """Splits a string at ASCII whitespace; a list of words is left unchanged."""
-    if not isinstance(sentence, str):
-        return sentence
-    words = sentence.encode().split()  # bytes.split, unlike str.split, keeps no-break spaces
-    return [word.decode() for word in words]
+    """Splits a string, or UTF-8 bytes, at ASCII whitespace; a list of words is left unchanged."""
+    if isinstance(sentence, str):
+        sentence = sentence.encode()  # str.split would also split at no-break spaces
+    if isinstance(sentence, bytes):
+        return [word.decode() for word in sentence.split()]
+    return sentence
 
 
 def read(path):
@@ -66,7 +67,7 @@ def read(path):
         with opener(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    yield to_words(line.decode("utf-8-sig"))
+                    yield to_words(line.removeprefix(b"\xef\xbb\xbf"))  # byte order mark
                 except UnicodeDecodeError:
                     raise InputError(f"{path}, line {number}: not UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error):
@@ -80,7 +81,7 @@ def read_pairs(source, target, gold=None):
     for number, lines in enumerate(itertools.zip_longest(*map(read, paths)), 1):
         if None in lines:
             short = paths[lines.index(None)]
-            raise InputError(f"{short}: ends before line {number}; the parallel text goes on")
+            raise InputError(f"{short}: ends before line {number}, but the parallel text does not")
         if gold:
             lines = *lines[:2], parse_links(*lines, f"{gold}, line {number}")
         yield lines
@@ -150,10 +151,10 @@ class Bitext:
             assert not isinstance(pair, str) and len(pair) in (2, 3), "expected pairs of sentences"
             for side, begin in enumerate(([], [BOS])):  # only the target starts with BOS
                 ids = vocabularies[side].encode(pair[side])
-                tokens[side].extend([*begin, *ids, EOS])
+                tokens[side].fromlist([*begin, *ids, EOS])
                 starts[side].append(len(tokens[side]))
-        self.tokens = [np.array(side) for side in tokens]
-        self.starts = [np.array(side) for side in starts]
+        self.tokens = [np.asarray(side) for side in tokens]  # without a copy
+        self.starts = [np.asarray(side) for side in starts]
         self.lengths = [np.diff(side) for side in self.starts]
 
     def __len__(self):
@@ -162,13 +163,13 @@ class Bitext:
     def batch(self, rows, multiple=1):
         """Rows as src (B,S) and tgt (B,T+1), right-padded so that multiple divides S and T."""
         sides = []
-        for side, bos in enumerate((0, 1)):  # T does not include BOS
-            width = bos + round_up(self.lengths[side][rows].max() - bos, multiple)
-            padded = np.full((len(rows), width), PAD, dtype=np.int64)
-            for row, k in zip(padded, rows):
-                sentence = self.tokens[side][self.starts[side][k] : self.starts[side][k + 1]]
-                row[: len(sentence)] = sentence
-            sides.append(padded)
+        for side in (0, 1):
+            lengths = self.lengths[side][rows][:, None]
+            bos = side  # 1 for the target: its BOS, which T does not include
+            column = np.arange(bos + round_up(lengths.max() - bos, multiple))
+            index = self.starts[side][rows][:, None] + column
+            ids = self.tokens[side].take(index, mode="clip").astype(np.int64)
+            sides.append(np.where(column < lengths, ids, PAD))
         return sides
 
     def rows_by_length(self, max_tokens):
@@ -183,8 +184,9 @@ class Bitext:
         """Endless training batches. Batch k depends only on k and the arguments, for --resume."""
         # Pairs of similar length share a batch, and lengths are rounded up to a multiple of 1/16 of
         # the longest (outliers aside): little padding, and few distinct shapes, for CUDA graphs.
-        longer = np.maximum(*self.lengths)
-        multiple = max(int(min(longer.max(), 2 * np.quantile(longer, 0.99))) // 16, 1)
+        length = np.maximum(*self.lengths)
+        typical_max = int(min(length.max(), 2 * np.quantile(length, 0.99)))
+        multiple = max(typical_max // 16, 1)
         source = round_up(self.lengths[0], multiple)
         longest = np.maximum(source, round_up(self.lengths[1] - 1, multiple))
         cuts = batch_boundaries(np.sort(longest)[::-1], max_tokens, max_sentences)
@@ -202,7 +204,7 @@ def round_up(length, multiple):
 
 
 def batch_boundaries(longest, max_tokens, max_sentences):
-    """Boundaries of batches, longest pairs first: one pair, or max_tokens at most, when padded."""
+    """Cuts sorted pairs into batches that fit in max_tokens when padded, or hold a single pair."""
     cuts = [0]
     while cuts[-1] < len(longest):
         tokens_per_pair = 2 * int(longest[cuts[-1]])  # the source and the target, with padding

@@ -24,7 +24,7 @@ Deviations from the paper
   r * (U h) instead of U (r * h). It has no biases, so that zero padding leaves a zero state
   unchanged; in GroundHog, the candidate state and the embeddings have biases, the gates have none.
   The decoder's cell is the paper's, with biases.
-- We clip the gradient of the mean over sentences; GroundHog that of their sum, 80 times larger.
+- We clip the gradient of the mean over sentences; GroundHog clips that of the sum (80 times it).
 - Batches hold pairs of similar length from the whole corpus, reshuffled every epoch; the paper
   sorts 1,600 pairs at a time. On CUDA, bf16 is used for speed. Where the paper is silent, we use
   beam 10, the weights with the best validation loss, and 0 to n + 50 words for n source words.
@@ -64,7 +64,7 @@ class AdditiveAttention(nn.Module):
         super().__init__()
         self.W_a = nn.Linear(query, units, bias=False)
         self.U_a = nn.Linear(key, units, bias=False)
-        self.v_a = nn.Parameter(torch.randn(units) / math.sqrt(units))  # RNNsearch resets it to 0
+        self.v_a = nn.Parameter(torch.randn(units) / math.sqrt(units))  # 0 in RNNsearch, B.1
 
     def keys(self, h):  # does not depend on the query, so it can be computed once per sentence
         return self.U_a(h)
@@ -93,9 +93,9 @@ class GatedUnit(nn.Module):
         self.U_zr = nn.Linear(hidden, 2 * hidden, bias=False)
         self.U = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, W_y, s, c):  # W_y = self.W(y) (B,1,3H), s (B,1,H), c (B,1,2H)
+    def forward(self, Wy, s, c):  # Wy = self.W(y) (B,1,3H), s (B,1,H), c (B,1,2H)
         H = s.size(-1)
-        gates, candidate = (W_y + self.C(c)).split([2 * H, H], -1)
+        gates, candidate = (Wy + self.C(c)).split([2 * H, H], -1)
         z, r = torch.sigmoid(gates + self.U_zr(s)).chunk(2, -1)
         s_tilde = torch.tanh(candidate + self.U(r * s))  # U [r o s], not r o (U s)
         return (1 - z) * s + z * s_tilde
@@ -132,10 +132,10 @@ class RNNsearch(nn.Module):
                 nn.init.normal_(p, 0, self.cfg.init_attn if "_a." in name else self.cfg.init)
 
     def encode(self, src):
-        # Padding is zero vectors: without biases, they leave <-h at exactly 0 until the last word.
+        # Padding is zero vectors: without biases, <-h, which reads them first, remains exactly 0.
         x = self.E_x(src) * (src != PAD).unsqueeze(-1)  # (B,S,E)
         h, _ = self.encoder(self.drop(x))  # ->h and <-h, eq. (7)   (B,S,2H)
-        h = self.drop(h).contiguous()  # cuDNN returns a view of (S,B,2H), slow in every step
+        h = self.drop(h).contiguous()  # a copy, because cuDNN returns a view of (S,B,2H)
         return h, self.attention.keys(h), src == PAD  # memory: annotations, keys (B,S,A), mask
 
     def init_state(self, memory, max_len=None):  # max_len is unused here; transformer.py needs it
@@ -152,9 +152,9 @@ class RNNsearch(nn.Module):
         t = t_tilde.unflatten(-1, (-1, 2)).amax(-1)  # maxout over pairs   (B,T,l)
         return self.W_o(self.drop_out(t))
 
-    def advance(self, W_y, state, memory):  # W_y (B,1,3H) -> next state, alpha_i (B,1,S)
+    def advance(self, Wy, state, memory):  # Wy (B,1,3H) -> next state, alpha_i (B,1,S)
         h, keys, mask = memory
-        s = self.cell(W_y, *state)  # s_{i-1}: has read y_{i-1} and c_{i-1}, first <s> and 0
+        s = self.cell(Wy, *state)  # s_{i-1}: has read y_{i-1} and c_{i-1}, first <s> and 0
         c, alpha = self.attention(s, h, mask, keys)  # c_i
         return (s, c), alpha
 
@@ -168,8 +168,8 @@ class RNNsearch(nn.Module):
         state = self.init_state(memory)
         y = self.drop(self.E_y(tgt_in))  # (B,T,E)
         steps = []
-        for W_y in self.cell.W(y).split(1, 1):  # one product for all steps
-            state, alpha = self.advance(W_y, state, memory)
+        for Wy in self.cell.W(y).split(1, dim=1):  # one matmul for all steps
+            state, alpha = self.advance(Wy, state, memory)
             steps.append((*state, alpha))
         s, c, alpha = (torch.cat(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,2H), (B,T,S)
         logits = self.output(s, y, c)  # (B,T,V)

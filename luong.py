@@ -27,9 +27,9 @@ Deviations from the paper
 - The decoder's LSTMs have biases, as in Zaremba et al., whom the paper cites; the encoder's have
   none, as in the authors' code, so that zero padding leaves a zero state unchanged.
 - Dropout also acts before the softmax. The clipped norm includes embeddings; the authors' does not.
-- Where the paper is silent: beam 10, whose ended hypotheses keep their places; 0 to n + 50 words
+- Where the paper is silent: beam 10, where ended hypotheses keep their places; 0 to n + 50 words
   for n source words; the weights with the best validation loss. --replace-unk has no dictionary.
-- bf16 for speed. --steps stretches 12 epochs. Without --paper: one layer, Adam, smoothing, global.
+- bf16 for speed. --steps are the 12 epochs. Without --paper: one layer, Adam, smoothing, global.
 """
 
 import copy
@@ -71,36 +71,39 @@ class LuongAttention(nn.Module):
         self.D = window
         if score == "general":
             self.W_a = nn.Linear(hidden, hidden, bias=False)
-        elif score == "concat":
-            self.W_a = nn.Linear(2 * hidden, hidden, bias=False)
+        if score == "concat":
+            self.W_q = nn.Linear(hidden, hidden, bias=False)  # W_a = [W_q, W_k]
+            self.W_k = nn.Linear(hidden, hidden, bias=False)
             self.v_a = nn.Linear(hidden, 1, bias=False)
-        elif score == "location":
-            self.W_a = nn.Linear(hidden, positions, bias=False)  # later words get zero weight
+        if score == "location":
+            self.W_a = nn.Linear(hidden, positions, bias=False)  # a row per position
         if attention == "local-p":
             self.W_p = nn.Linear(hidden, hidden, bias=False)
             self.v_p = nn.Linear(hidden, 1, bias=False)
 
-    def keys(self, h_bar):  # the part of the score that does not depend on h_t   (B,S,H)
+    def keys(self, h_bar):  # the part of score(h_t, hbar_s) that does not depend on h_t   (B,S,H)
         if self.score == "general":
-            return self.W_a(h_bar)  # W_a hbar_s
+            return self.W_a(h_bar)
         if self.score == "concat":
-            return F.linear(h_bar, self.W_a.weight.chunk(2, 1)[1])  # W_a's half for hbar_s
+            return self.W_k(h_bar)
         return h_bar
 
-    def scores(self, h_t, keys):  # (B,T,S)
-        if self.score == "location":
-            e = self.W_a(h_t)  # eq. (8)   (B,T,positions)
-            return F.pad(e, (0, keys.size(1) - e.size(-1)), value=-torch.inf)  # pad or cut to S
-        if self.score == "concat":
-            W_a_h_t = F.linear(h_t, self.W_a.weight.chunk(2, 1)[0])
-            return self.v_a(torch.tanh(W_a_h_t.unsqueeze(2) + keys.unsqueeze(1))).squeeze(-1)
-        return h_t @ keys.mT  # dot, general
+    def scores(self, h_t, keys):  # score(h_t, hbar_s), section 3.1   (B,T,S)
+        if self.score == "dot":  # h_t^T hbar_s
+            return h_t @ keys.mT
+        if self.score == "general":  # h_t^T W_a hbar_s
+            return h_t @ keys.mT
+        if self.score == "concat":  # v_a^T tanh(W_a [h_t ; hbar_s])
+            W_a_h = self.W_q(h_t).unsqueeze(2) + keys.unsqueeze(1)  # (B,T,S,H)
+            return self.v_a(torch.tanh(W_a_h)).squeeze(-1)
+        e = self.W_a(h_t)  # location: W_a h_t, eq. (8)   (B,T,positions)
+        return F.pad(e, (0, keys.size(1) - e.size(-1)), value=-torch.inf)  # pads, or cuts, to S
 
-    def center(self, h_t, S, t):  # p_t of the window (B,T,1), for sources of S words (B,1,1)
-        if self.kind == "local-p":
-            return S * torch.sigmoid(self.v_p(torch.tanh(self.W_p(h_t))))  # eq. (9)
-        t = t + torch.arange(h_t.size(1), device=h_t.device)
-        return torch.minimum(t.unsqueeze(1), S)  # local-m: p_t = t; past the end, S
+    def center(self, h_t, t, lengths):  # p_t, section 3.2; lengths (B,1,1) of sources -> (B,T,1)
+        if self.kind == "local-m":  # monotonic: p_t = t, at most S
+            t = t + torch.arange(h_t.size(1), device=h_t.device)
+            return torch.minimum(t.unsqueeze(1), lengths)
+        return lengths * torch.sigmoid(self.v_p(torch.tanh(self.W_p(h_t))))  # local-p, eq. (9)
 
     def forward(self, query, source, mask=None, keys=None, t=1):
         """query (B,T,H) of decoder steps t, t + 1, ...; source (B,S,H), mask bool (B,S)."""
@@ -108,20 +111,20 @@ class LuongAttention(nn.Module):
         h_t, h_bar = query, source  # the paper's symbols
         mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool) if mask is None else mask
         assert mask.dtype == torch.bool and mask.shape == h_bar.shape[:2], "mask must be bool (B,S)"
-        if mask.is_cpu and (self.kind != "global" or self.score == "location"):  # a GPU would wait
+        if mask.is_cpu and (self.kind != "global" or self.score == "location"):  # would stall a GPU
             assert (mask[:, 1:] >= mask[:, :-1]).all(), "padding must be on the right"
         e = self.scores(h_t, self.keys(h_bar) if keys is None else keys)
         outside = mask.unsqueeze(1)  # (B,1,S)
         if self.kind != "global":
-            S = (~mask).sum(1).float().view(-1, 1, 1)  # source lengths
+            lengths = (~mask).sum(1).float().view(-1, 1, 1)
             s = torch.arange(1, mask.size(1) + 1, device=mask.device)
-            p_t = self.center(h_t, S, t)
-            outside = outside | ((s - p_t).abs() > self.D)
+            p_t = self.center(h_t, t, lengths)
+            outside = outside | ((s - p_t).abs() > self.D)  # the window [p_t - D, p_t + D]
         a_t = e.masked_fill(outside, -torch.inf).softmax(-1)  # eq. (7)   (B,T,S)
         a_t = a_t.masked_fill(outside, 0)  # 0, not NaN, if the whole source is masked
         if self.kind == "local-p":  # float32 like p_t; the weights no longer sum to 1
             a_t = a_t * torch.exp(-((s - p_t) ** 2) / (2 * (self.D / 2) ** 2))  # eq. (10)
-        return a_t.to(h_bar.dtype) @ h_bar, a_t  # (B,T,H), (B,T,S)
+        return a_t.to(h_bar.dtype) @ h_bar, a_t  # c_t (B,T,H), a_t (B,T,S)
 
 
 class LuongNMT(nn.Module):
@@ -147,15 +150,16 @@ class LuongNMT(nn.Module):
             nn.init.uniform_(p, -self.cfg.init, self.cfg.init)
 
     def encode(self, src):
-        # Padding is zero vectors: without biases, they leave a zero state at exactly zero.
+        # Padding is zero vectors: without biases, a zero state stays exactly zero.
         x = self.E_x(src) * (src != PAD).unsqueeze(-1)  # (B,S,E)
         zero = x.new_zeros(self.cfg.layers, len(src), self.cfg.hidden)
         h_bar, h, c = self.encoder(x.flip(1), zero, zero)  # the source is reversed, section 4.2
         h_bar = h_bar.flip(1)  # back to the order of src   (B,S,H)
-        return h_bar, self.attention.keys(h_bar), src == PAD, h, c  # h, c: (L,B,H)
+        memory = h_bar, self.attention.keys(h_bar), src == PAD
+        return memory, (h, c)  # h, c: final states (L,B,H)
 
     def init_state(self, memory, max_len=None):  # max_len is unused here; transformer.py needs it
-        h_bar, _, _, h, c = memory
+        (h_bar, _, _), (h, c) = memory
         t = torch.ones(1, dtype=torch.long, device=h.device)
         return h, c, torch.zeros_like(h_bar[:, 0]), t
 
@@ -164,21 +168,21 @@ class LuongNMT(nn.Module):
         return h[:, rows], c[:, rows], h_tilde[rows], t
 
     def attend(self, h_t, memory, t):  # h_t (B,T,H) of decoder steps t, t + 1, ...
-        h_bar, keys, mask, _, _ = memory
+        (h_bar, keys, mask), _ = memory
         c_t, a_t = self.attention(h_t, h_bar, mask, keys, t)
         h_tilde = torch.tanh(self.W_c(torch.cat([c_t, h_t], -1)))  # eq. (5)   (B,T,H)
         return h_tilde, a_t
 
-    def advance(self, y, state, memory):  # embedded y_{t-1} (B,E) -> next state, a_t (B,S)
+    def advance(self, y, state, memory):  # embedded y_{t-1} (B,E) -> h~_t, a_t (B,S), next state
         h, c, h_tilde, t = state
         x = torch.cat([y, h_tilde], -1) if self.cfg.input_feeding else y  # section 3.3
         h_t, h, c = self.decoder.step(x, h, c)
-        h_tilde, a_t = self.attend(h_t.unsqueeze(1), memory, t)
-        return (h, c, h_tilde.squeeze(1), t + 1), a_t.squeeze(1)
+        h_tilde, a_t = (z.squeeze(1) for z in self.attend(h_t.unsqueeze(1), memory, t))
+        return h_tilde, a_t, (h, c, h_tilde, t + 1)
 
     def step(self, y, state, memory):  # y_{t-1} (B,) -> logits of y_t (B,V), next state
-        (h, c, h_tilde, t), _ = self.advance(self.E_y(y), state, memory)
-        return self.W_s(self.drop(h_tilde)), (h, c, h_tilde, t)  # eq. (6)
+        h_tilde, _, state = self.advance(self.E_y(y), state, memory)
+        return self.W_s(self.drop(h_tilde)), state  # eq. (6)
 
     def forward(self, src, tgt_in, need_alpha=False):
         memory = self.encode(src)
@@ -187,11 +191,12 @@ class LuongNMT(nn.Module):
         if self.cfg.input_feeding:  # each step needs h~ of the previous one
             steps = []
             for previous in y.unbind(1):  # y_{t-1}
-                state, a_t = self.advance(previous, state, memory)
-                steps.append((state[2], a_t))
+                h_tilde, a_t, state = self.advance(previous, state, memory)
+                steps.append((h_tilde, a_t))
             h_tilde, a_t = (torch.stack(x, 1) for x in zip(*steps))  # (B,T,H), (B,T,S)
         else:
-            h_t, _, _ = self.decoder(y, *state[:2])
+            _, (h, c) = memory
+            h_t, _, _ = self.decoder(y, h, c)
             h_tilde, a_t = self.attend(h_t, memory, t=1)
         logits = self.W_s(self.drop(h_tilde))  # eq. (6)   (B,T,V)
         return (logits, a_t / a_t.sum(-1, keepdim=True)) if need_alpha else logits

@@ -77,7 +77,7 @@ class Seq2Seq(nn.Module):
 
     def encode(self, src, x=None):  # x: embeddings of src, whose gradients saliency needs
         x = self.E_x(src) if x is None else x
-        # Padding is zero vectors: without biases, they leave a zero state at exactly zero.
+        # Padding is zero vectors: without biases, a zero state stays exactly zero.
         x = x * (src != PAD).unsqueeze(-1)  # (B,S,E)
         x = x.flip(1) if self.cfg.reverse else pad_left(x, src)  # a b c -> c b a, section 3.3
         _, v = self.encoder(self.drop(x))
@@ -96,27 +96,7 @@ class Seq2Seq(nn.Module):
     def forward(self, src, tgt_in, need_alpha=False):
         h, _ = self.decoder(self.drop(self.E_y(tgt_in)), self.encode(src))
         logits = self.W(self.drop(h))  # of p(y_t | v, y_<t) in eq. (1)   (B,T,V)
-        return (logits, self.saliency(src, tgt_in)) if need_alpha else logits
-
-    @torch.inference_mode(False)  # also enables gradients
-    @torch.backends.cudnn.flags(enabled=False)  # cuDNN RNNs have no backward in eval mode
-    def saliency(self, src, tgt_in):
-        """Gradient saliency of each source word for each target word; this is not attention."""
-        src, tgt_in = src.clone(), tgt_in.clone()  # autograd rejects tensors of inference mode
-        # The words to predict are those of tgt_in, shifted by one, then EOS.
-        y = F.pad(tgt_in[:, 1:], (0, 1))
-        y = y.masked_fill(y == PAD, EOS)  # (B,T)
-        x = self.E_x(src).detach().requires_grad_()  # (B,S,E)
-        h, _ = self.decoder(self.E_y(tgt_in), self.encode(src, x))
-        rows = []
-        for h_i, y_i in zip(h.unbind(1), y.unbind(1)):
-            log_p = self.W(h_i).log_softmax(-1).gather(1, y_i.unsqueeze(1))  # (B,1)
-            (slope,) = torch.autograd.grad(log_p.sum(), x, retain_graph=True)  # (B,S,E)
-            rows.append((x.detach() * slope).sum(-1).abs())
-        alpha = torch.stack(rows, 1)  # (B,T,S)
-        alpha = alpha + torch.finfo(alpha.dtype).tiny  # avoids 0 / 0 below
-        alpha = alpha.masked_fill((src == PAD).unsqueeze(1), 0)
-        return alpha / alpha.sum(-1, keepdim=True)
+        return (logits, saliency(self, src, tgt_in)) if need_alpha else logits
 
 
 def pad_left(x, src):
@@ -124,6 +104,27 @@ def pad_left(x, src):
     padding = (src == PAD).sum(1, keepdim=True)
     index = (torch.arange(src.size(1), device=src.device) - padding) % src.size(1)  # (B,S)
     return x.gather(1, index.unsqueeze(-1).expand_as(x))
+
+
+@torch.inference_mode(False)  # also enables gradients
+@torch.backends.cudnn.flags(enabled=False)  # cuDNN RNNs have no backward in eval mode
+def saliency(model, src, tgt_in):
+    """Gradient saliency (B,T,S) of each source word for each target word; this is not attention."""
+    src, tgt_in = src.clone(), tgt_in.clone()  # autograd rejects tensors of inference mode
+    # The words to predict are those of tgt_in, shifted by one, then EOS.
+    y = F.pad(tgt_in[:, 1:], (0, 1))
+    y = y.masked_fill(y == PAD, EOS)  # (B,T)
+    x = model.E_x(src).detach().requires_grad_()  # (B,S,E)
+    h, _ = model.decoder(model.drop(model.E_y(tgt_in)), model.encode(src, x))
+    rows = []
+    for h_i, y_i in zip(h.unbind(1), y.unbind(1)):
+        log_p = model.W(model.drop(h_i)).log_softmax(-1).gather(1, y_i.unsqueeze(1))  # (B,1)
+        (slope,) = torch.autograd.grad(log_p.sum(), x, retain_graph=True)  # (B,S,E)
+        rows.append((x.detach() * slope).sum(-1).abs())
+    alpha = torch.stack(rows, 1)  # (B,T,S)
+    alpha = alpha + torch.finfo(alpha.dtype).tiny  # avoids 0 / 0 below
+    alpha = alpha.masked_fill((src == PAD).unsqueeze(1), 0)
+    return alpha / alpha.sum(-1, keepdim=True)
 
 
 @dataclasses.dataclass

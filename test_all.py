@@ -281,7 +281,7 @@ def naive_rnnsearch(p, source, target, cfg):
 SCORES = dict(
     dot=lambda p, h_t, h_bar, s: h_t @ h_bar,
     general=lambda p, h_t, h_bar, s: h_t @ p["W_a"] @ h_bar,
-    concat=lambda p, h_t, h_bar, s: p["v_a"][0] @ tanh(p["W_a"] @ torch.cat([h_t, h_bar])),
+    concat=lambda p, h_t, h_bar, s: p["v_a"][0] @ tanh(p["W_q"] @ h_t + p["W_k"] @ h_bar),
     location=lambda p, h_t, h_bar, s: (p["W_a"] @ h_t)[s - 1] if s <= len(p["W_a"]) else -math.inf,
 )
 

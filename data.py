@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
-RANK = int(os.environ.get("RANK", 0))  # index of this process; torchrun sets both variables
+RANK = int(os.environ.get("RANK", 0))  # index of this process; torchrun sets RANK and WORLD_SIZE
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 CORPUS = Path(__file__).resolve().parent / "corpus"  # the built-in text
 
@@ -324,10 +324,13 @@ def write_alignments(path, pairs, alphas):
 
 # ---- 4. the command line: flags, the text of a run, its files ------------------------------------
 def parse_args(Config, description, argv=None):
-    """The parsed command line, and the fields of Config that it sets (all, with a preset)."""
-    shown = "\n".join(re.findall(r"\A.+|^    python .+", description, re.M))
-    layout = dict(description=shown, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(**layout, usage=argparse.SUPPRESS, allow_abbrev=False)
+    """Returns (args, flags): flags has the Config fields given or, with a preset, all of them."""
+    parser = argparse.ArgumentParser(
+        description="\n".join(re.findall(r"\A.+|^    python .+", description or "", re.M)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
     pair = dict(nargs=2, metavar=("SRC", "TGT"))
     mode = parser.add_mutually_exclusive_group()
     start = parser.add_mutually_exclusive_group()
@@ -335,11 +338,10 @@ def parse_args(Config, description, argv=None):
     mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT; with LINKS, AER")
     mode.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
     mode.add_argument("--translate", action="store_true", help="translate stdin, line by line")
-    parser.add_argument("--valid", **pair, help="validation text, needed with --train")
-    script = Path(inspect.getfile(Config)).stem
-    folder = dict(type=Path, default=Path("runs", script), metavar="DIR")
-    parser.add_argument("--out", **folder, help="run folder [%(default)s]")
-    start.add_argument("--resume", action="store_true", help="continue the run in --out to --steps")
+    parser.add_argument("--valid", **pair, help="validation text, required with --train")
+    out = Path("runs", Path(inspect.getfile(Config)).stem)
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"run folder [{out}]")
+    start.add_argument("--resume", action="store_true", help="resume the run in --out to --steps")
     preset = dict(action="store_const", dest="preset")
     start.add_argument("--medium", **preset, const="medium", help="preset for 10k to 100k pairs")
     start.add_argument("--paper", **preset, const="paper", help="the paper's sizes and recipe")
@@ -372,20 +374,20 @@ def add_config_flags(parser, Config):
     for field in dataclasses.fields(Config):
         if field.name in headings:
             group = parser.add_argument_group(headings[field.name])
-        kind = dict(type=field.type, metavar="N" if field.type is int else "X")
+        options = dict(type=field.type, metavar="N" if field.type is int else "X")
         if field.type is bool:
-            kind = dict(action=argparse.BooleanOptionalAction)
+            options = dict(action=argparse.BooleanOptionalAction)
         elif typing.get_origin(field.type) is typing.Literal:
-            kind = dict(choices=typing.get_args(field.type))
+            options = dict(choices=typing.get_args(field.type))
         values = {name: getattr(cfg, field.name) for name, cfg in presets.items()}
         changed = [f", {name}: {x}" for name, x in values.items() if x != field.default]
         text = f"{comments.get(field.name, '')} [{field.default}{''.join(changed)}]"
-        options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%")) | kind
+        options |= dict(default=argparse.SUPPRESS, help=text.replace("%", "%%"))
         group.add_argument("--" + field.name.replace("_", "-"), **options)
 
 
 def check(config, **ranges):
-    """Rejects unknown choices, and numbers not in ranges[field], or below 1 (int) or 0 (float)."""
+    """Rejects unknown choices, and numbers outside ranges[field] = (least, below)."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         flag = f"--{field.name.replace('_', '-')} {value}"
@@ -393,21 +395,24 @@ def check(config, **ranges):
         if typing.get_origin(field.type) is typing.Literal and value not in choices:
             raise InputError(f"{flag}: must be one of {', '.join(map(str, choices))}")
         if field.type in (int, float):
-            least, below = ranges.get(field.name, (int(field.type is int), math.inf))
+            least, below = ranges.get(field.name, (1 if field.type is int else 0, math.inf))
             least = min(least, field.default)  # a default is always allowed
             if not least <= value < below:
                 raise InputError(f"{flag}: must be in [{least}, {below})")
 
 
 def saved_config(saved, Config, flags, script):
-    """The Config of a checkpoint, updated with flags; fields above lr must not change."""
-    if saved["script"] != Path(script).stem:
-        raise InputError(f"this run was made by {saved['script']}.py; use it, or rename this one")
+    """The Config of a checkpoint, updated with flags; fields above KW_ONLY must not change."""
+    name = saved["script"] + ".py"
+    if name != Path(script).name:
+        raise InputError(f"this run was trained with {name}; use that script")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
-    flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # for new runs only
-    for name in itertools.takewhile(lambda name: name != "lr", saved["config"]):
-        if flags.get(name, config[name]) != config[name]:
-            raise InputError(f"this run has {name} = {config[name]}, not {flags[name]}")
+    flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # already built
+    for field in dataclasses.fields(Config):
+        old = config[field.name]
+        new = flags.get(field.name, old)
+        if new != old and field.name in saved["config"] and not field.kw_only:
+            raise InputError(f"this run has {field.name} = {old}, not {new}")
     return Config(**config | flags)
 
 
@@ -417,7 +422,8 @@ class Corpus:
     def __init__(self, cfg, train, valid, saved):
         self.files = (train, valid) if train else saved.get("files")  # None: the built-in corpus
         train, valid = self.files or (built_in("train"), built_in("valid"))
-        self.valid = list(read_pairs(*valid[:2]))  # without links, which only the test set needs
+        self.valid_files = valid[:2]  # without links, which only the test set needs
+        self.valid = list(read_pairs(*self.valid_files))
         self.test = self.valid if self.files else list(read_pairs(*built_in("test")))
         self.test_name = "validation set" if self.files else "test set"
 
@@ -445,12 +451,22 @@ class Corpus:
         words = [vocabulary.words for vocabulary in self.vocabularies]
         return dict(vocabularies=words, files=self.files, checksum=self.checksum)
 
-    def __str__(self):
+    def summary(self):
+        """A one-line summary; prints a note if many words of the validation text are unknown."""
         sides = self.train.tokens + Bitext(self.valid, self.vocabularies).tokens
-        unknown = max((side == UNK).sum() / max((side > EOS).sum(), 1) for side in sides)
+        unknown = [(side == UNK).sum() / max((side > EOS).sum(), 1) for side in sides]
+        for file, share in zip(self.valid_files, unknown[2:]):
+            if share > 0.2:
+                hint = "is it tokenized like the training text? are the files in the right order?"
+                progress(f"{file}: {share:.0%} of words unknown; {hint}")
         sizes = " and ".join(f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
         pairs = f"{len(self.train):,} pairs ({self.pairs_read - len(self.train):,} skipped)"
-        return f"{pairs}, vocabularies of {sizes}, at most {unknown:.1%} of words unknown"
+        return f"{pairs}, vocabularies of {sizes}, at most {max(unknown):.1%} of words unknown"
+
+
+def refuse_to_overwrite(out, resume):
+    if RANK == 0 and not resume and any(out.glob("*.pt")):  # others may see what it wrote
+        raise InputError(f"{out}: holds a run; add --resume, delete it, or choose another --out")
 
 
 def read_stdin(vocabulary):
@@ -473,11 +489,12 @@ def report_unknown(sentences, vocabulary):
     unknown = [word for word in words if word not in vocabulary.ids]
     if unknown:
         message = f"unknown words ({len(unknown):,}): {' '.join(unknown[:10])}"
-        print(message, "(is the text tokenized like the training text?)", file=sys.stderr)
+        hint = f"({len(vocabulary.ids):,} are known; is the text tokenized like the training text?)"
+        print(message, hint, file=sys.stderr)
 
 
 def write(path, content):
-    """Writes a file atomically: an interrupted script never leaves a partial file."""
+    """Writes a file atomically: an interruption leaves the old file, never a partial one."""
     temporary = f"{path}.tmp"
     with open(temporary, "wb") as file:
         file.write(content)
@@ -490,12 +507,32 @@ def write_log(out, log):  # one line per validation; the last line of a finished
     write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
 
-def log_validation(out, log, smoothing):
+def progress(message):  # on stderr, above the progress bar
+    if RANK == 0:
+        tqdm.write(message, file=sys.stderr)
+
+
+def log_validation(out, log, smoothing, source, translation):
     if RANK == 0:  # only the first process writes
         write_log(out, log)
-        smoothed = " (smoothed)" if smoothing else ""
-        text = "step {step}, train {loss:.3f}{smoothed}, valid {valid_loss:.3f}, {seconds:.0f} s"
-        tqdm.write(text.format(**log[-1], smoothed=smoothed), file=sys.stderr)  # above the bar
+    smoothed = " (with label smoothing)" if smoothing else ""
+    text = "step {step}, {seconds:.0f} s: train loss {loss:.3f}{smoothed}, valid {valid_loss:.3f}"
+    progress(text.format(**log[-1], smoothed=smoothed))
+    progress(f"    {' '.join(source)} → {' '.join(translation)}")
+
+
+def report(result, corpus, out, pair, alpha):
+    """Prints the scores of a new model, and an example with its alignment."""
+    source, translation, reference = map(" ".join, [*pair, corpus.test[0][1]])
+    print(f"\nsource:    {source}\nmodel:     {translation}\nreference: {reference}\n")
+    print(f"{heatmap(source, translation, alpha)}\n")
+    print(f"{corpus.test_name}: {format_scores(result)}")
+    gib = result["gpu_memory_gib"]
+    memory = f", {gib:.1f} GiB of GPU memory" if gib else ""
+    print(f"{result['tokens_per_second']:,.0f} tokens/s{memory}; files are in {out}/")
+    if result["ppl"] > len(corpus.vocabularies[1]):
+        print("The model is worse than a uniform guess over the vocabulary; try a lower --lr.")
+    print(f"try: python {sys.argv[0]} --translate --out {out}")
 
 
 def format_scores(result):
@@ -512,12 +549,12 @@ def one_line_errors():
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")
     try:
         yield
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted; --resume continues a training run", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print("; ".join(["interrupted", *stop.args]), file=sys.stderr)
         sys.exit(130)
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -40,8 +40,9 @@ import math
 import os
 import time
 import typing
-import warnings
 from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # read when torch is imported; see set_up_torch
 
 import torch
 import torch.distributed as dist
@@ -228,8 +229,8 @@ class DeepLSTM(nn.Module):
 
 @dataclasses.dataclass
 class Config:
-    """Every field is a flag, its comment the help text. A run keeps the fields above lr;
-    an older run gets a new field's default. The limits of numbers are in __post_init__."""
+    """data.py makes every field a flag, with its comment as help. Fields above KW_ONLY are fixed
+    once a run has started; a field added later takes its default. __post_init__ checks ranges."""
 
     # fmt: off
     # text
@@ -243,14 +244,16 @@ class Config:
     hidden: int = 128          # LSTM units per layer
     layers: int = 1            # LSTM layers of the encoder and of the decoder
     score: typing.Literal["dot", "general", "concat", "location"] = "general"  # score function, 3.1
-    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # all; near t; near p_t
+    attention: typing.Literal["global", "local-m", "local-p"] = "global"  # all words or a window
     window: int = 10           # words on each side of p_t in local attention (D)
     input_feeding: bool = False  # feed h~_{t-1} into the next decoder step, section 3.3
     init: float = 0.15         # initial weights are uniform between -X and X
     # training
     optimizer: typing.Literal["adam", "sgd"] = "adam"  # Adam, or plain SGD as in the paper
+    average: int = 1           # average the weights at the last N validations (1: keep the best)
+    _: dataclasses.KW_ONLY     # --resume and load may change the fields below this line
     lr: float = 0.006          # learning rate
-    warmup: int = 100          # steps of linear warm-up, under a linear decay to 0 (Adam only)
+    warmup: int = 100          # steps of linear warm-up (Adam only; a linear decay caps it)
     clip: float = 0.3          # maximum gradient norm (0: no clipping)
     dropout: float = 0.1       # dropout rate of LSTM and softmax inputs
     smoothing: float = 0.1     # label smoothing; none in the paper
@@ -260,7 +263,6 @@ class Config:
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory
     steps: int = 1700          # training steps
     eval_every: int = 200      # steps between validations
-    average: int = 1           # average the weights at the last N validations (1: keep the best)
     compile: bool = False      # use torch.compile, on CUDA only
     seed: int = 1              # random seed of initialization, batches and dropout
     # decoding
@@ -302,12 +304,13 @@ def make_optimizer(model, cfg):
     return torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
 
 
-def learning_rate(cfg, update):
-    """SGD: --steps are 12 epochs, halved after 8 (no dropout: 10, 5). Adam: warm-up, decay."""
+def learning_rate(cfg, step):
+    """SGD: --steps are 12 epochs; the rate is halved after each, from the 8th on (without dropout:
+    10 epochs, 5th). Adam: linear warm-up, capped by a linear decay to 0."""
     if cfg.optimizer == "adam":
-        return cfg.lr * min(update / cfg.warmup, max(1 - (update - 1) / cfg.steps, 0))
+        return cfg.lr * min(step / cfg.warmup, max(1 - (step - 1) / cfg.steps, 0))
     epochs, constant = (12, 8) if cfg.dropout else (10, 5)
-    epoch = epochs * (update - 1) // cfg.steps  # 0, 1, ...
+    epoch = epochs * (step - 1) // cfg.steps  # 0, 1, ...
     return cfg.lr * 0.5 ** max(epoch - constant + 1, 0)
 
 
@@ -318,63 +321,56 @@ COMPILED = (LuongAttention,)  # what --compile compiles, besides the loss
 
 
 def make_train_step(model, cfg, optimizer=None):
-    """Returns train_step(src, tgt): makes one update, returns the label-smoothed loss per token.
+    """Returns train_step(src, tgt), which makes one update and returns the loss per target token.
     src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
-    The learning rate is the optimizer's. Under torchrun, every process passes the whole batch.
-    Make a new one after adding, replacing or unfreezing weights. On CUDA, buffers do not change."""
+    The learning rate is the optimizer's. Under torchrun, all processes start from equal weights and
+    pass the same whole batch. After adding, replacing or unfreezing weights, make a new one."""
     optimizer = optimizer or make_optimizer(model, cfg)
-    net = bf16_copy(model)  # computes in bf16 on CUDA; the model keeps the float32 weights
-    weights = list(model.parameters())
-    sizes = [*(p.numel() for p in weights), 1]
-    flat = weights[0].new_zeros(sum(sizes))  # all gradients, then the loss, for one all_reduce
-    pairs = zip(weights, flat.split(sizes))
-    gradients = [g.as_strided(p.shape, torch.empty_like(p).stride()) for p, g in pairs]  # dense
-    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_  # copy: faster
-    compiled = cfg.compile and flat.is_cuda
-    criterion = torch.compile(summed_loss, dynamic=True) if compiled else summed_loss
-    n = WORLD_SIZE * cfg.accumulate  # micro-batches per update, over all processes
+    device = next(model.parameters()).device
+    on_cuda = device.type == "cuda"  # copies batches without waiting; pinning them is slower
+    n = WORLD_SIZE * cfg.accumulate  # micro-batches per step, over all processes
 
-    def forward_backward(src, tgt, scale):
-        net.train()
-        with torch.no_grad():
-            torch._foreach_copy_(list(net.parameters()), weights)  # a no-op if net is the model
-        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) * scale
-        pairs = zip(net.parameters(), gradients)
-        trained, parts = zip(*((p, g) for p, g in pairs if p.requires_grad))
-        collect(parts, torch.autograd.grad(loss, trained, materialize_grads=True))
+    def forward_backward(src, tgt, count, net=model, criterion=summed_loss):
+        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) / count
+        loss.backward()  # adds to the gradients of net
         return loss.detach()
 
-    if compiled:  # now, on a typical batch, because the first shape decides which kernels are used
-        compile_parts(net)
-        rows = max(min(cfg.batch_tokens // 64, cfg.batch_sentences) // n, 2)
-        words = flat.new_full((rows, 31), EOS, dtype=torch.long)  # torch 2.6 would hard-code 32
-        forward_backward(words, words, flat.new_ones(()))
-    forward_backward = graphed(forward_backward, flat.device)
+    forward_backward = accelerated(forward_backward, model, cfg)  # on CUDA, net is a bf16 copy
 
     def train_step(src, tgt):
-        to = dict(device=flat.device, non_blocking=flat.is_cuda)  # without waiting for the GPU
-        src, tgt = (torch.as_tensor(x).to(**to) for x in (src, tgt))
+        model.train()
+        model.zero_grad()
+        src, tgt = (torch.as_tensor(x).to(device, non_blocking=on_cuda) for x in (src, tgt))
         tokens = (tgt[:, 1:] != PAD).sum()
         count = tokens if cfg.loss_per == "token" else torch.full_like(tokens, len(tgt))
-        flat.zero_()
-        loss = flat[-1]
-        for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # micro-batch k: rows k, k + n, ...
-            loss += forward_backward(src[k::n], tgt[k::n], 1 / count)
+        loss = torch.zeros((), device=device)
+        for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # micro-batch k is rows k, k + n, ...
+            loss = loss + forward_backward(src[k::n], tgt[k::n], count)  # count: of the whole batch
         if WORLD_SIZE > 1:
-            dist.all_reduce(flat)  # a sum: 1 / count already divides by the whole batch
-        for p, q, g in zip(weights, net.parameters(), gradients):
-            p.grad = g if p.requires_grad and q.requires_grad else None  # 0 would decay in AdamW
+            sum_over_processes(loss, model)
         if cfg.clip:
-            nn.utils.clip_grad_norm_(weights, cfg.clip)
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
         optimizer.step()
-        model.zero_grad()
-        return loss * (count / tokens)  # per target token, whatever --loss-per says
+        return loss * count / tokens  # per target token, whatever --loss-per says
 
     return train_step
 
 
+def sum_over_processes(loss, model):
+    """Sums the loss and all gradients over the processes of torchrun, in one all_reduce."""
+    tensors = [loss]
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # a process without rows
+            tensors.append(p.grad)
+    vector = torch.cat([x.flatten() for x in tensors])
+    dist.all_reduce(vector)
+    for x, total in zip(tensors, vector.split([x.numel() for x in tensors])):
+        x.copy_(total.view_as(x))
+
+
 def summed_loss(logits, y, smoothing=0.0):
-    """Cross-entropy of the targets y (B,T), summed over all tokens but padding, not in bf16."""
+    """Cross-entropy of the targets y (B,T), summed over all tokens except padding, in float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float)).flatten(0, 1)
     options = dict(ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
     return F.cross_entropy(logits, y.flatten(), **options)
@@ -382,7 +378,7 @@ def summed_loss(logits, y, smoothing=0.0):
 
 @torch.no_grad()
 def greedy(model, src, max_len):
-    """Greedy decoding of src (B,S): token ids (B,T) with EOS, then PAD; max_len is an int, or one
+    """Greedy decoding of src (B,S): token ids (B,T) with EOS, then PAD. max_len: an int, or a limit
     per sentence. Leaves the model in eval mode, as do beam, align, translate and mean_loss."""
     model.eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))
@@ -402,17 +398,18 @@ def greedy(model, src, max_len):
         out[:, t] = y
         if t % 8 == 7 and ((out == EOS).any(1) | (limit <= t + 1)).all():
             break  # checked every 8 steps, because .all() waits for the GPU
-    eos_before = (out == EOS).cumsum(1) - (out == EOS).int()  # how many EOS precede each word
+    is_eos = out == EOS
+    ended = is_eos.cumsum(1) - is_eos.int() > 0  # after the first EOS
     too_long = torch.arange(T, device=src.device) >= limit.unsqueeze(1)
-    out = out.masked_fill((eos_before > 0) | too_long, PAD)
+    out = out.masked_fill(ended | too_long, PAD)
     return out[:, (out != PAD).any(0)]  # without columns of padding
 
 
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0):
     """Beam search with K hypotheses per sentence; returns the best, like greedy. A hypothesis that
-    has ended keeps one of the K places, so fewer are extended. The best has EOS, if any has, and
-    the highest log p / ((5 + |y|) / 6)^penalty (GNMT, Wu et al. 2016). Overwrites step's logits."""
+    has ended keeps one of the K places, so fewer are extended. Finished ones come first, then the
+    highest log p / ((5 + |y|) / 6)^penalty (GNMT, Wu et al. 2016). Alters step's logits."""
     if K == 1:
         return greedy(model, src, max_len)
     model.eval()
@@ -421,21 +418,22 @@ def beam(model, src, max_len, K, penalty=0.0):
     first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)
     remaining = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
     T = int(remaining.max())
-    first_of_K = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)  # log p
+    only_first = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)  # as log p
     memory = model.encode(src)  # equal for the K rows of a sentence, so it is never reordered
     state = model.init_state(memory, T)
 
-    def extend(y, remaining, score, *state):  # every hypothesis by a word; keeps the K best
+    def extend(y, remaining, score, *state):  # adds a word to every hypothesis, keeps the K best
         logits, state = model.step(y, state, memory)
         log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
         logits[:, PAD] = -torch.inf  # never predict padding
         words = logits.topk(min(K, logits.size(1) - 1)).indices  # faster than topk of float32
         log_p = log_p.gather(1, words)  # (BK,K), or (BK,V-1) if K is larger
+        # An ended hypothesis has one continuation, PAD with log p = 0, which is ranked first.
         ended = (remaining == 0).unsqueeze(1)
-        words = words.masked_fill(ended, PAD)  # an ended hypothesis has one candidate, PAD,
-        log_p = torch.where(ended, first_of_K[: words.size(1)], log_p)  # with log p = 0
+        words = words.masked_fill(ended, PAD)
+        log_p = torch.where(ended, only_first[: words.size(1)], log_p)
         total = score.view(-1, 1) + log_p
-        rank = total.masked_fill(ended & total.isfinite(), torch.inf)  # ended ones keep their place
+        rank = total.masked_fill(ended & total.isfinite(), torch.inf)
         index = rank.view(B, -1).topk(K).indices  # (B,K)
         score = total.view(B, -1).gather(1, index)
         rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
@@ -445,7 +443,7 @@ def beam(model, src, max_len, K, penalty=0.0):
 
     extend = graphed(extend, src.device)
     y = torch.full_like(src[:, 0], BOS)
-    score = first_of_K.repeat(B, 1)  # log p; the K hypotheses start out equal, so one is enough
+    score = only_first.repeat(B, 1)  # the K hypotheses start out equal, so only one is extended
     out = src[:, :0]
     for t in range(T):
         y, remaining, rows, score, *state = extend(y, remaining, score, *state)
@@ -475,23 +473,25 @@ def inference_batches(model, pairs, vocabularies, max_tokens=4096):
         yield rows, *(torch.from_numpy(x).to(device) for x in bitext.batch(rows))
 
 
-def translate(model, sentences, vocabularies):
-    """Translates strings or lists of words into lists of words, with the beam of model.cfg."""
+def translate(model, sentences, vocabularies, beam_size=None):
+    """Translates strings or lists of words into lists of words; the default beam is cfg.beam."""
     cfg = model.cfg
+    K = beam_size or cfg.beam
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
-    pairs = [[data.to_words(sentence), []] for sentence in sentences]  # [source, translation]
+    sources = [data.to_words(sentence) for sentence in sentences]
+    targets = [[] for _ in sources]
     net = bf16_copy(model.eval())
-    max_tokens = (65536 if next(model.parameters()).is_cuda else 16384) // cfg.beam
-    for rows, src, _ in inference_batches(model, pairs, vocabularies, max_tokens):
+    max_tokens = (65536 if next(model.parameters()).is_cuda else 16384) // K
+    for rows, src, _ in inference_batches(model, zip(sources, targets), vocabularies, max_tokens):
         n = (src != PAD).sum(1) - 1  # source words, without EOS
         max_len = torch.where(n > 0, n + 50, 0)  # an empty sentence stays empty
-        tokens = beam(net, src, max_len, cfg.beam, cfg.length_penalty)
+        tokens = beam(net, src, max_len, K, cfg.length_penalty)
         for row, ids in zip(rows, tokens.tolist()):
-            pairs[row][1] = vocabularies[1].decode(ids)
+            targets[row] = vocabularies[1].decode(ids)
     if cfg.replace_unk:
-        alphas = alignments(model, pairs, vocabularies)
-        return [data.replace_unknown(*pair, alpha) for pair, alpha in zip(pairs, alphas)]
-    return [target for _, target in pairs]
+        alphas = alignments(model, zip(sources, targets), vocabularies)
+        targets = list(map(data.replace_unknown, sources, targets, alphas))
+    return targets
 
 
 def alignments(model, pairs, vocabularies):
@@ -524,7 +524,7 @@ def evaluate(model, pairs, vocabularies):
 
 
 def load(path, device="cpu", **flags):
-    """(model, vocabularies) of a run folder; flags override Config fields from lr on."""
+    """Returns (model, vocabularies) of a run folder; flags override fields below KW_ONLY."""
     saved = read_checkpoint(Path(path, "model.pt"))
     model = Model(data.saved_config(saved, Config, flags, __file__)).to(device)
     model.load_state_dict(saved["model"])
@@ -532,11 +532,12 @@ def load(path, device="cpu", **flags):
 
 
 def train(out, corpus, model, saved):
-    """Trains until cfg.steps and returns the log; saved is the content of last.pt, or {}.
+    """Trains up to cfg.steps and returns the log; saved is the content of last.pt, or {}.
     Writes model.pt (best or averaged weights), last.pt (to resume) and log.jsonl."""
     cfg = model.cfg
-    optimizer = make_optimizer(model, cfg)
     about = dict(script=Path(__file__).stem, config=vars(cfg)) | corpus.to_save()
+    save(out / "last.pt", saved | about)  # from here on, the folder holds a run
+    optimizer = make_optimizer(model, cfg)
     log = saved.get("log", [])  # one entry per validation
     snapshots = saved.get("snapshots", [])  # the weights at the last --average validations
     done = tokens = seconds = 0
@@ -544,43 +545,52 @@ def train(out, corpus, model, saved):
         model.load_state_dict(snapshots[-1])
         optimizer.load_state_dict(saved["optimizer"])
         done, tokens, seconds = (log[-1][key] for key in ("step", "tokens", "seconds"))
-    else:  # marks the folder as used, and lets --resume start from step 0
-        save(out / "last.pt", about)
+        save(out / "model.pt", read_checkpoint(out / "model.pt") | about)  # with the new flags
     start = time.perf_counter() - seconds
     train_step = make_train_step(model, cfg, optimizer)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, done)
     losses = []  # of the steps since the last validation
-    no_bar = RANK > 0 or None  # None: no progress bar unless stderr is a terminal
-    bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=no_bar)
-    for update, batch in zip(bar, batches):
-        torch.manual_seed(hash((cfg.seed, RANK, update)))  # so checkpoints need no random state
+    data.progress(f"step {done} of {cfg.steps}, with a validation every {cfg.eval_every} steps")
+    hidden = RANK > 0 or None  # None hides the bar unless stderr is a terminal
+    bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=hidden)
+    for step, (src, tgt) in zip(bar, batches):
+        # Dropout depends only on seed, process and step, so that --resume needs no random state.
+        torch.manual_seed(hash((cfg.seed, RANK, step)))  # hashes of integers are not randomized
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(cfg, update)
-        losses.append(train_step(*batch))
-        tokens += sum(int((side != PAD).sum()) for side in batch)  # BOS and EOS included
-        if update % cfg.eval_every and update < cfg.steps:
-            continue
-        valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
-        loss = torch.stack(losses).mean().item()
-        losses = []
-        if not math.isfinite(loss + valid_loss):
-            raise data.InputError(f"step {update}: loss is not finite; --resume with a lower --lr")
-        entry = dict(step=update, loss=loss, valid_loss=valid_loss, tokens=tokens)
-        log.append(entry | dict(seconds=time.perf_counter() - start))
-        snapshot = {key: x.to("cpu", copy=True) for key, x in model.state_dict().items()}
-        snapshots = [*snapshots, snapshot][-cfg.average :]
-        if cfg.average > 1 or valid_loss == min(x["valid_loss"] for x in log):
-            mean = {key: sum(s[key] for s in snapshots) / len(snapshots) for key in snapshot}
-            save(out / "model.pt", about | dict(model=mean))
-        state = dict(log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
-        save(out / "last.pt", about | state)
-        data.log_validation(out, log, cfg.smoothing)
+            group["lr"] = learning_rate(cfg, step)
+        losses.append(train_step(src, tgt))
+        tokens += int((src != PAD).sum() + (tgt != PAD).sum())  # BOS and EOS included
+        if step % cfg.eval_every == 0 or step == cfg.steps:
+            loss = torch.stack(losses).mean().item()
+            losses = []
+            valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
+            if not math.isfinite(loss + valid_loss):
+                raise data.InputError(f"step {step}: loss not finite; --resume with a lower --lr")
+            entry = dict(step=step, loss=loss, valid_loss=valid_loss, tokens=tokens)
+            log.append(entry | dict(seconds=time.perf_counter() - start))
+            save_run(out, about, log, snapshots, model, optimizer)
+            source = corpus.valid[0][0]
+            (translation,) = translate(model, [source], corpus.vocabularies, beam_size=1)
+            data.log_validation(out, log, cfg.smoothing, source, translation)
     return log
+
+
+def save_run(out, about, log, snapshots, model, optimizer):
+    """Writes last.pt, and also model.pt if --average > 1 or the model is the best so far."""
+    average = model.cfg.average
+    snapshots.append({key: x.to("cpu", copy=True) for key, x in model.state_dict().items()})
+    del snapshots[:-average]
+    if average > 1 or log[-1]["valid_loss"] == min(entry["valid_loss"] for entry in log):
+        floats = [key for key, x in snapshots[-1].items() if x.is_floating_point()]
+        mean = {key: sum(x[key] for x in snapshots) / len(snapshots) for key in floats}
+        save(out / "model.pt", about | dict(model=snapshots[-1] | mean))
+    state = dict(log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
+    save(out / "last.pt", about | state)
 
 
 def save(path, checkpoint):
     if RANK == 0:
-        buffer = io.BytesIO()  # in memory first, because torch.save crashes when the disk is full
+        buffer = io.BytesIO()  # in memory first, because torch.save aborts when the disk is full
         torch.save(checkpoint, buffer)
         data.write(path, buffer.getbuffer())
 
@@ -590,7 +600,7 @@ def read_checkpoint(path):
         raise data.InputError(f"no {path.name} in {path.parent}; train first, or check --out")
     try:
         return torch.load(path, "cpu", weights_only=True)
-    except Exception as error:  # torch.load raises many kinds
+    except Exception as error:  # torch.load raises many types
         raise data.InputError(f"{path}: unreadable or damaged") from error
 
 
@@ -598,19 +608,24 @@ def train_command(args, flags, device):
     """Trains a new run or resumes one, then scores the model and draws alignments."""
     saved = read_checkpoint(args.out / "last.pt") if args.resume else {}
     cfg = data.saved_config(saved, Config, flags, __file__) if saved else Config(**flags)
-    if RANK == 0 and not saved and any(args.out.glob("*.pt")):  # RANK 1 may see what 0 just wrote
-        raise data.InputError(f"{args.out}: holds a run; add --resume, or choose another --out")
+    existed = args.out.exists()
+    data.refuse_to_overwrite(args.out, args.resume)
     corpus = data.Corpus(cfg, args.train, args.valid, saved)
     cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
     torch.manual_seed(cfg.seed)
     model = Model(cfg).to(device)
     if RANK == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
+        data.refuse_to_overwrite(args.out, args.resume)  # again, because reading takes a while
+        args.out.mkdir(parents=True, exist_ok=existed)  # fails if another run has just created it
         parameters = sum(p.numel() for p in model.parameters())
-        print(f"{corpus}; {parameters:,} parameters on {device}", flush=True)
-    log = train(args.out, corpus, model, saved)
+        print(f"{corpus.summary()}; {parameters:,} parameters on {device}", flush=True)
+    try:
+        log = train(args.out, corpus, model, saved)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("--resume continues from the last validation") from None
     if RANK == 0:
-        model, vocabularies = load(args.out, device, **flags)
+        data.progress(f"scoring the {corpus.test_name} of {len(corpus.test):,} sentences")
+        model, vocabularies = load(args.out, device, **flags)  # the best or averaged weights
         result = evaluate(model, corpus.test, vocabularies)
         sources = [pair[0] for pair in corpus.test[:100]]
         pairs = list(zip(sources, translate(model, sources, vocabularies)))
@@ -620,11 +635,7 @@ def train_command(args, flags, device):
         gib = torch.cuda.max_memory_reserved() / 2**30  # 0 on other devices
         result |= dict(seed=cfg.seed, tokens_per_second=speed, gpu_memory_gib=gib)
         data.write_log(args.out, [*log, result])
-        source, target = map(" ".join, pairs[0])
-        print(f"\n{source}\n{target}\n\n{data.heatmap(source, target, alphas[0])}\n")
-        print(f"{corpus.test_name}: {data.format_scores(result)}")
-        gpu = f", {gib:.1f} GiB of GPU memory" if gib else ""
-        print(f"{speed:,.0f} tokens/s{gpu}; files are in {args.out}/")
+        data.report(result, corpus, args.out, pairs[0], alphas[0])
 
 
 def inference_command(args, flags, device):
@@ -649,13 +660,10 @@ def inference_command(args, flags, device):
 
 
 def main(argv=None):
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # saves memory
-    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    torch.backends.mkldnn.set_flags(has_avx)  # oneDNN slows these models down on ARM
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow at new shapes
+    set_up_torch()
     with data.one_line_errors():
         args, flags = data.parse_args(Config, __doc__, argv)
-        has = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+        has = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
         device = torch.device(args.device or ("cuda" if has["cuda"] else "cpu"))
         if not has[device.type]:
             raise data.InputError(f"--device {device}: not available on this machine")
@@ -675,33 +683,89 @@ def main(argv=None):
 # ---- speed: what follows affects only rounding and running time; skip it at first ----
 
 
+def set_up_torch():
+    """Process-wide settings that suit these models; GOMP_SPINCOUNT is set before the imports."""
+    # More than four threads help little. GOMP_SPINCOUNT makes waiting threads sleep soon: spinning
+    # makes training many times slower if other programs use the cores.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), 4))
+    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    torch.backends.mkldnn.set_flags(has_avx)  # oneDNN slows these models down on ARM
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow for each new shape
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # fragments less
+
+
+def accelerated(forward_backward, model, cfg):
+    """On CUDA, computes gradients on a bf16 copy of the model, compiled with --compile and recorded
+    as one CUDA graph per shape. Weights, gradients and optimizer state stay in float32
+    (Micikevicius et al. 2018). A weight that the loss does not use has gradient 0, not None, and
+    buffers of the copy are not copied back."""
+    weights = list(model.parameters())
+    device = weights[0].device
+    if device.type != "cuda":
+        return forward_backward
+    net = bf16_copy(model).train()  # without bf16, the model itself
+    copies = list(net.parameters())
+    gradients = [torch.zeros_like(p) for p in weights]  # a graph writes to fixed addresses
+    # Copying is faster than adding, and equivalent with one micro-batch per process and step.
+    collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_
+    criterion = compiled(net, forward_backward, cfg) if cfg.compile else summed_loss
+
+    def on_copy(src, tgt, count):  # Python runs it once per shape, then replays its kernels
+        with torch.no_grad():
+            torch._foreach_copy_(copies, weights)
+        net.zero_grad()  # to None: backward() allocates gradients in the graphs' memory pool
+        loss = forward_backward(src, tgt, count, net, criterion)
+        pairs = [(total, q.grad) for total, q in zip(gradients, copies) if q.grad is not None]
+        collect(*zip(*pairs))
+        return loss
+
+    on_copy = graphed(on_copy, device)
+
+    def on_cuda(src, tgt, count):
+        if all(p.grad is None for p in weights):  # the first micro-batch after model.zero_grad()
+            torch._foreach_zero_(gradients)
+        loss = on_copy(src, tgt, count)
+        for p, total in zip(weights, gradients):
+            p.grad = total if p.requires_grad else None  # optimizers skip weights without gradient
+        return loss
+
+    return on_cuda
+
+
 def bf16_copy(model):
-    """A bf16 copy of a model, faster than autocast; without CUDA or bf16, the model itself."""
+    """A bf16 copy of the model, which is faster than autocast; the model itself without bf16."""
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return model
     if (torch.backends.cudnn.version() or 0) >= 91300:  # lets bfloat16() flatten RNN weights
-        torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)
+        torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)  # torch's list lacks it
     return copy.deepcopy(model).bfloat16()
 
 
-def compile_parts(net):
-    """Compiles the modules of net listed in COMPILED, when they are called for the first time."""
+def compiled(net, forward_backward, cfg):
+    """Compiles the modules of net listed in COMPILED, and the loss, which it returns. Then runs a
+    batch of typical size, because the compiler chooses kernels for the first shape that it sees."""
     from torch._inductor import config as inductor
     from torch.fx.experimental import _config as symbolic_shapes
 
-    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # nothing a user can change
-    symbolic_shapes.use_duck_shape = False  # so that the first batch with S = T does not recompile
+    symbolic_shapes.use_duck_shape = False  # else the first batch with S = T would recompile
     if hasattr(inductor.triton, "mix_order_reduction"):  # not in torch 2.6
         inductor.triton.mix_order_reduction = False  # it slows LayerNorm down on an H200
     for part in net.modules():
         if isinstance(part, COMPILED):
             part.compile(dynamic=True)  # one compilation for all shapes
+    criterion = torch.compile(summed_loss, dynamic=True)
+    rows = min(cfg.batch_tokens // 64, cfg.batch_sentences) // (WORLD_SIZE * cfg.accumulate)
+    # 31 words, because a size of 1, or with torch 2.6 of 32, would be compiled as a constant.
+    words = torch.full((max(rows, 2), 31), EOS, device="cuda")
+    forward_backward(words, words, words.new_ones(()), net, criterion)
+    return criterion
 
 
 def graphed(function, device):
-    """On CUDA, records the kernels that function launches, once per combination of input shapes,
-    and replays them later; elsewhere returns function."""
+    """On CUDA, records the kernels that function(*tensors) launches, once for each combination of
+    shapes, and launches them all at once from then on; elsewhere returns function."""
     if device.type != "cuda":
         return function
     graphs = {}  # input shapes -> graph, its input buffers, its output
@@ -717,9 +781,9 @@ def graphed(function, device):
             if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
                 torch.cuda.empty_cache()  # recordings cannot reuse memory cached by other code
             # Not torch.cuda.graph, which empties the memory cache at every recording. Compiled
-            # modules run eagerly where they would recompile, because that cannot be recorded.
+            # modules run eagerly where they would recompile, because compiling cannot be recorded.
             with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
-                graph.capture_begin(pool, "relaxed")  # allows kernels to be loaded meanwhile
+                graph.capture_begin(pool, "relaxed")  # libraries may initialize meanwhile
                 output = function(*buffers)  # recorded, not computed
                 graph.capture_end()
             graphs[shapes] = graph, buffers, output

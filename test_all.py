@@ -165,6 +165,9 @@ def test_shapes(name):
         assert ((tokens == PAD) == ((tokens == EOS).cumsum(1) > (tokens == EOS))).all()
         with pytest.raises(AssertionError, match="must start with BOS"):
             module.align(model, src, tokens)
+    for p in model.parameters():
+        p.data.zero_()  # nothing depends on the source
+    assert_close(module.align(model, src, tgt).sum(-1), torch.ones(B, T))
 
 
 def larger(name):
@@ -389,39 +392,22 @@ def test_equations(name):
         target = tgt[b][tgt[b] != PAD].tolist()
         for i, (p_y, want_alpha) in enumerate(reference(p, source, target, model.cfg)):
             assert_close(logits[b, i].softmax(0), p_y, message=f"{disagrees}: p(y)")
-            assert_close(alpha[b, i, : len(source)], want_alpha, 1e-7, f"{disagrees}: alpha")
+            want_alpha = F.pad(want_alpha, (0, src.size(1) - len(source)))
+            assert_close(alpha[b, i], want_alpha, 1e-7, f"{disagrees}: alpha")
             loss -= p_y[target[i + 1]].log()
     grads = torch.autograd.grad(module.summed_loss(logits, tgt[:, 1:]), list(weights.values()))
     wanted = torch.autograd.grad(loss, list(p.values()), allow_unused=True)
     unused = [key for key, want in zip(p, wanted) if want is None]
     assert not unused, f"{reference.__name__}() in test_all.py does not use {unused}"
     assert_close(dict(zip(p, grads)), dict(zip(p, wanted)), message=f"{disagrees}: gradients")
-    assert_close(module.align(model.train(), src, tgt), alpha)  # without dropout
     with torch.inference_mode():
         memory = model.encode(src)
         state = model.init_state(memory, tgt.size(1))
         for t in range(tgt.size(1) - 1):
             one, state = model.step(tgt[:, t], state, memory)
             assert_close(one, logits[:, t], message=f"{name}: step() disagrees with forward()")
-        assert_close(module.align(model, src.clone(), tgt.clone()), alpha)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.inference_mode()
-def test_reorder(name):
-    """A reordered state continues the hypotheses of the rows that it was taken from."""
-    _, model = build(name)
-    src = random_batch(1)[0][:1].expand(4, -1)
-    prefixes = torch.tensor([[BOS, 4, 5, 6], [BOS, 7, 8, 4], [BOS, 9, 4, 9], [BOS, 5, 5, 8]])
-    rows = torch.tensor([2, 0, 2, 3])
-    y = torch.tensor([10, 4, 6, 7])
-    memory = model.encode(src)
-    state = model.init_state(memory, 5)
-    for token in prefixes.T:
-        _, state = model.step(token, state, memory)
-    logits, _ = model.step(y, model.reorder(state, rows), memory)
-    want = model(src, torch.cat([prefixes[rows], y.unsqueeze(1)], 1))[:, -1]
-    assert_close(logits, want, message=f"{name}: reorder() returns the state of other rows")
+        found = module.align(model.train(), src.clone(), tgt.clone())  # without dropout
+        assert_close(found, alpha)
 
 
 # ---- the attention classes ----------------------------------------------------------------------
@@ -432,10 +418,9 @@ def test_attention(attention):
     B, T, S = *query.shape[:2], source.size(1)
     masks = [None, right, right.flip(1), right[:, torch.randperm(S)]]
     if getattr(module, "kind", "global") != "global" or getattr(module, "score", "") == "location":
-        with pytest.raises(AssertionError, match="on the right"):  # they count positions
-            module(query, source, masks.pop(2))
-        with pytest.raises(AssertionError, match="on the right"):
-            module(query, source, torch.arange(S).eq(1).expand(B, S))
+        for wrong in (masks.pop(2), torch.arange(S).eq(1).expand(B, S)):
+            with pytest.raises(AssertionError, match="on the right"):  # they count positions
+                module(query, source, wrong)
         masks.pop()
     for mask, causal in product(masks, (False, True) if T == S and keywords else (False,)):
         if keywords:  # multi-head: with alpha, and the fused kernel
@@ -471,15 +456,6 @@ def test_attention(attention):
             module(query, source, causal=True)
 
 
-@pytest.mark.parametrize("options", ["genral global", "dot local", "location local-m"])
-def test_attention_options(options):
-    """An unknown score or kind of attention, a bad pair, and heads of unequal size are rejected."""
-    with pytest.raises(AssertionError, match="unknown|needs global"):
-        script("luong").LuongAttention(8, *options.split())
-    with pytest.raises(AssertionError, match="multiple of heads"):
-        script("transformer").MultiHeadAttention(8, heads=3)
-
-
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on CPUs without bf16
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
 def test_attention_precision(attention, device):
@@ -500,28 +476,6 @@ def test_attention_precision(attention, device):
             if getattr(module, "kind", None) != "local-p":  # rounding can move its window
                 assert_close(c.cpu(), exact, 16 * eps)
                 assert alpha is None or (alpha.double().sum(-1)[1:] - 1).abs().max() < 4 * eps
-
-
-def test_decoder_layer_matches_torch_nn():
-    """Causal self-attention, cross-attention, feed-forward network and norms match torch.nn's."""
-    torch.manual_seed(0)
-    x = torch.randn(3, 5, 12).double()
-    y = torch.randn(3, 7, 12).double()
-    padding = torch.arange(5) >= torch.tensor([[5], [3], [1]])
-    future = torch.ones(7, 7).triu(1).bool()
-    cfg = script("transformer").Config(d_model=12, d_ff=20, heads=3)
-    ours = script("transformer").DecoderLayer(cfg).double()
-    theirs = nn.TransformerDecoderLayer(12, 3, 20, 0.0, batch_first=True).double()
-    weights = [p for key, p in theirs.named_parameters() if not re.search("proj.*bias", key)]
-    weights = [W for p in weights for W in (p.split([12, 24]) if len(p) == 36 else [p])]
-    for p, W in zip(ours.parameters(), weights, strict=True):  # W_Q and W_KV are stacked in theirs
-        p.data.copy_(W)
-    want = theirs(y, x, tgt_mask=future, memory_key_padding_mask=padding)
-    KV = ours.self_attention.KV(y), ours.cross_attention.KV(x)
-    masks = future, padding[:, None, None]
-    bias = [torch.zeros(x.shape).double().masked_fill(x, -math.inf) for x in masks]
-    got, _ = ours(y, KV[0], bias[0], KV[1], bias[1])
-    assert_close(got, want)
 
 
 # ---- the papers' hyperparameters, initialization, schedules and dropout -------------------------
@@ -632,7 +586,7 @@ def test_schedule(name):
             want = paper.lr * 0.5 ** sum(n > step for step in HALVED[name])
             want_default = default.lr * min(n / 100, (751 - n) / 750)
         rates = module.learning_rate(paper, n), module.learning_rate(default, n)
-        assert rates == pytest.approx((want, want_default)), f"update {n}; edit this test or HALVED"
+        assert rates == pytest.approx((want, want_default)), f"step {n}; edit this test or HALVED"
     if name == "transformer":  # the peak of (3), for loops that do not set the rate
         rate = module.make_optimizer(nn.Linear(1, 1), default).param_groups[0]["lr"]
         assert rate == pytest.approx(module.learning_rate(default, 100) * 750 / 651)
@@ -714,17 +668,18 @@ def test_translate(K):
         nn.init.constant_(model.W_o.bias[:3].detach(), bias)
         found = module.translate(model, texts, vocabularies)
         assert found == module.translate(model, lists, vocabularies)
-        for words, got in zip(lists, found):
+        alphas = module.alignments(model, zip(lists, found), vocabularies)
+        for words, got, alpha in zip(lists, found, alphas, strict=True):
             src = torch.tensor([[*vocabularies[0].encode(words), EOS]])
             (row,) = module.beam(model, src, len(words) + 50 if words else 0, K, 20.0)
             assert got == vocabularies[1].decode(row.tolist())
+            tgt = torch.tensor([[BOS, *vocabularies[1].encode(got), EOS]])
+            assert_close(torch.from_numpy(alpha), module.align(model, src, tgt)[0], 1e-6)
     assert [len(got) for got in found] == [55, 0, 51, 53]
+    assert module.translate(model, lists, vocabularies, beam_size=3 - K) != found
     nn.init.constant_(model.W_o.bias[UNK].detach(), 1000)
     model.cfg.replace_unk = True
     (alpha,) = module.alignments(model, [(lists[0], ["<unk>"] * 55)], vocabularies)
-    src = torch.tensor([[*vocabularies[0].encode(lists[0]), EOS]])
-    tgt = torch.tensor([[BOS, *[UNK] * 55, EOS]])
-    assert_close(torch.from_numpy(alpha), module.align(model, src, tgt)[0], 1e-6)
     want = [lists[0][i] for i in alpha[:-1, :-1].argmax(1)]
     assert module.translate(model, lists[:2], vocabularies) == [want, []]
     mistakes = [(data.bleu, ["w4"], "w4"), (module.alignments, model, [["w4"] * 4], vocabularies)]
@@ -734,11 +689,10 @@ def test_translate(K):
             function(*arguments)
 
 
-@each_script
 @pytest.mark.parametrize("K", [1, 2])
-def test_decoding_stops(name, K):
+def test_decoding_stops(K):
     """Decoding ends soon after the last sentence has ended or reached its limit."""
-    module, model = build(name)
+    module, model = build("transformer")
     calls = count()
 
     def eos_from_second_step(y, state, memory):
@@ -756,7 +710,7 @@ def test_decoding_stops(name, K):
 
 
 # ---- training -----------------------------------------------------------------------------------
-ERRORS = {"cpu": 1e-6, "cuda, float32": 1e-3, "cuda, bf16": 0.1}  # of weights after 20 steps
+ERRORS = {"cpu": 1e-12, "cuda, float32": 1e-3, "cuda, bf16": 0.1}  # of weights after 20 steps
 STEPS = [  # optimizer, its options, micro-batches, what the loss is averaged over, maximum norm
     ("AdamW", dict(lr=0.01, eps=0.01, weight_decay=0.5), 1, "token", 0.2),
     ("AdamW", dict(lr=0.01, eps=0.01, weight_decay=0.5), 2, "sentence", 0),
@@ -775,6 +729,8 @@ def test_train_step(name, kind, options, accumulate, per, clip, machine, monkeyp
     module, model = build(name, accumulate=accumulate, loss_per=per, smoothing=0.2, clip=clip)
     model = model if machine == "cpu" else model.float().cuda()
     model.E_x.weight.requires_grad_(False)
+    if machine == "cpu":
+        model.unused = nn.Parameter(torch.ones(3))  # no gradient, so no weight decay
     doubled = model.E_y.weight.detach().repeat(1, 2)
     model.E_y.weight = nn.Parameter(doubled.chunk(2, 1)[0])  # with the strides of a slice
     plain = copy.deepcopy(model).to(doubled.device)  # flattens the weights for cuDNN again
@@ -782,23 +738,26 @@ def test_train_step(name, kind, options, accumulate, per, clip, machine, monkeyp
     ours, theirs = (getattr(torch.optim, kind)(x, **options) for x in weights)
     step = module.make_train_step(model, model.cfg, ours)
     start = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)  # of a user's own loss
     for n in range(20):
         if n == 5:
             middle = copy.deepcopy(model.state_dict())
             model.E_y.weight.requires_grad_(False)
             plain.E_y.weight.requires_grad_(False)
-        src, tgt = (x.to(doubled.device) for x in random_batch(n % 3))
+        src, tgt = (x.to(doubled.device) for x in random_batch(n % (3 if n < 9 else 6)))
         log_p = plain.train()(src, tgt[:, :-1]).log_softmax(-1)
         correct = log_p.gather(-1, tgt[:, 1:, None]).squeeze(-1)
         losses = -(0.8 * correct + 0.2 * log_p.mean(-1))[tgt[:, 1:] != PAD]
         assert step(src, tgt).item() == pytest.approx(losses.mean().item(), abs=ERRORS[machine])
+        assert all((p.grad is None) != p.requires_grad for p in model.parameters() if p.ndim > 1)
         plain.zero_grad()
         (losses.sum() / (len(losses) if per == "token" else len(src))).backward()
         nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
         theirs.step()
     for (key, p), q in zip(model.named_parameters(), plain.parameters()):
-        assert torch.equal(p, start[key]) == key.startswith(("E_x", "encoder")), key
-        assert torch.equal(p, middle[key]) == key.startswith(("E_", "encoder")), key
+        assert torch.equal(p, start[key]) == key.startswith(("E_x", "encoder", "unused")), key
+        assert torch.equal(p, middle[key]) == key.startswith(("E_", "encoder", "unused")), key
         assert_close(p, q, ERRORS[machine], key)
 
 
@@ -806,15 +765,13 @@ def test_train_step(name, kind, options, accumulate, per, clip, machine, monkeyp
 def test_corpus(tmp_path):
     """The files are what the grammar generates; splits are disjoint, links complete."""
     subprocess.run([sys.executable, data.CORPUS / "grammar.py", tmp_path], check=True)
-    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    others = {"grammar.py", "__pycache__"}
-    files = [path for path in data.CORPUS.iterdir() if path.name not in others]
-    assert written == {path.name: path.read_bytes() for path in files}
+    written = list(tmp_path.iterdir())
+    assert len(written) == 8
+    assert all(path.read_bytes() == (data.CORPUS / path.name).read_bytes() for path in written)
     splits = [built_in(10**6, split) for split in ("train", "valid", "test")]
     assert [len(split) for split in splits] == [25000, 500, 1000]
-    for source, target, gold in splits[1] + splits[2]:
+    for _, target, gold in splits[1] + splits[2]:
         assert {j for _, j in gold} == set(range(len(target)))
-        assert max(gold)[0] < len(source)
     sources = [{tuple(source) for source, *_ in split} for split in splits]
     assert len(set.union(*sources)) == sum(map(len, sources))
 
@@ -909,8 +866,6 @@ def test_scores():
     assert data.scores(pairs, hypotheses)["bleu_by_length"] == want
     gold = {(0, 0), (1, 2), (2, 1)}
     guess = {(0, 0), (1, 1)}
-    assert data.aer([gold], [gold]) == 0
-    assert data.aer([{(5, 5)}], [gold]) == 1
     assert data.aer([guess, gold], [gold, gold]) == pytest.approx(1 - 2 * 4 / (5 + 6))
     assert data.aer([set()], [set()]) == 0
 
@@ -918,23 +873,21 @@ def test_scores():
 def test_alignment_files(tmp_path):
     """.npz, .txt, .svg and the heatmap show the right weights at the right words."""
     alpha = np.array([[0.1, 0.7, 0.2], [0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.1, 0.1, 0.8]])
-    pair = ["red", "car"], ["voiture", "rouge", "."]
+    pair = ["red", "c<r"], ["voiture", "rouge", "."]
     data.write_alignments(tmp_path / "align", [pair, ("ab", "")], [alpha, np.ones((1, 2)) / 2])
     soft = np.load(tmp_path / "align.npz")
-    assert [*soft["source"], *soft["target"]] == ["red car", "ab", "voiture rouge .", ""]
+    assert [*soft["source"], *soft["target"]] == ["red c<r", "ab", "voiture rouge .", ""]
     assert np.array_equal(soft["alpha_0"], alpha)
     assert (tmp_path / "align.txt").read_text() == "0-1 1-0\n\n"
-    cells = ElementTree.parse(tmp_path / "align.svg").iter("{http://www.w3.org/2000/svg}rect")
+    picture = ElementTree.parse(tmp_path / "align.svg")
+    cells = picture.iter("{http://www.w3.org/2000/svg}rect")
+    assert [x.text for x in picture.iter() if x.tag.endswith("text")] == ["red", "c<r", *pair[1]]
     shades = sorted([float(cell.get(key)) for key in ("y", "x", "opacity")] for cell in cells)
     assert np.allclose([x[2] for x in shades], 0.07 + 0.93 * alpha[:3, :2].flatten(), atol=0.01)
-    with mock.patch.object(bahdanau, "RANK", 1):  # only the first process writes
-        bahdanau.save(tmp_path / "other", {})
-    assert not (tmp_path / "other").exists()
     unknown = ["<unk>", "rouge", "<unk>", "<unk>"]  # the last two attend to EOS
     assert data.replace_unknown("red car", unknown, alpha) == ["car", "rouge", "red", "red"]
-    assert data.replace_unknown([], unknown, alpha[:, -1:]) == unknown  # an empty line
     rows = data.heatmap(*pair, alpha).split("\n")
-    assert [row.split() for row in rows[:3]] == [["r", "c"], ["e", "a"], ["d", "r"]]
+    assert [row.split() for row in rows[:3]] == [["r", "c"], ["e", "<"], ["d", "r"]]
     assert rows[3:6] == ["voiture ··▓▓", "  rouge ▓▓░░", "      . ░░░░"]
 
 
@@ -949,6 +902,7 @@ def test_structure(name):
     assert same, f"{name}.py and {other}.py differ below the marker; change all scripts alike"
     assert not re.search(rf"^\s*(import|from) ({'|'.join(SCRIPTS)})\b", own + shared, re.M)
     assert not re.search("|".join([*SCRIPTS, script(name).Model.__name__]), shared)
+    assert own.index("GOMP_SPINCOUNT") < own.index("import torch")  # which reads it
     fields = own.split("    # model\n")[1].split("    # training\n")[0]
     tested = " ".join(model for model in MODELS if model.startswith(name))
     for field in re.findall(r"^    (\w+): (?:bool|typing.Literal)", fields, re.M):
@@ -959,7 +913,7 @@ def test_structure(name):
 # The tests from here on run commands in a folder with text files and finished runs.
 TEXT = ["--train", "train.en", "train.fr", "--valid", "valid.en.gz", "valid.fr.gz"]
 PAIRS = built_in(60, "test", max_len=9)
-AVERAGED = "bahdanau --average 2"  # its checkpoints hold several sets of weights
+AVERAGED = "bahdanau --average 2 --eval-every 2"  # its checkpoints hold several sets of weights
 
 
 def small(name="bahdanau", text=TEXT):
@@ -971,7 +925,7 @@ def small(name="bahdanau", text=TEXT):
 
 
 def main(name, *args):
-    script(name).main(["--device", "cpu", *name.split()[1:], *map(str, args)])
+    script(name).main(["--device", "cpu", *map(str, args), *name.split()[1:]])
 
 
 def run(*command, stdin=b"", status=0):
@@ -1008,7 +962,8 @@ def folder(tmp_path_factory, tmp_path, monkeypatch):
 
 
 def test_readme(folder):
-    """The README's first two Python blocks run, the second with only the source of the classes."""
+    """The README's first two Python blocks run, the second with only the source of the classes,
+    which reject unknown or unsuitable options."""
     blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
     torch.manual_seed(1)
     names = {}
@@ -1026,29 +981,11 @@ def test_readme(folder):
         assert names["alpha"].std(-1).all()  # not uniform
     for options in (("concat", "local-p"), ("dot", "local-m"), ("location",)):
         names["LuongAttention"](64, *options)(names["source"], names["source"], names["mask"])
-
-
-class Mean(nn.Module):
-    """A model of another project: a GRU that starts from the mean of the source embeddings."""
-
-    def __init__(self, V, H):
-        super().__init__()
-        self.E = nn.Embedding(V, H)
-        self.cell = nn.GRUCell(H, H)
-        self.register_buffer("scale", torch.full((H,), 2.0))
-
-    def encode(self, src):
-        return (self.E(src).mean(1) * self.scale,)
-
-    def init_state(self, memory, max_len):
-        return memory
-
-    def step(self, y, state, memory):
-        h = self.cell(self.E(y), state[0])
-        return h @ self.E.weight.T, (h,)
-
-    def reorder(self, state, rows):
-        return (state[0][rows],)
+    for options in (("genral", "global"), ("dot", "local"), ("location", "local-m")):
+        with pytest.raises(AssertionError, match="unknown|needs global"):
+            names["LuongAttention"](64, *options)
+    with pytest.raises(AssertionError, match="multiple of heads"):
+        names["MultiHeadAttention"](8, heads=3)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
@@ -1057,25 +994,20 @@ def test_decoding_another_model(device):
     pasted = dict(torch=torch, PAD=PAD, BOS=BOS, EOS=EOS)
     for function in (bahdanau.greedy, bahdanau.beam, bahdanau.graphed):
         exec(inspect.getsource(function), pasted)
-    torch.manual_seed(0)
-    model = Mean(14, 32).to(device)
-    src = torch.randint(4, 14, (3, 5), device=device)
+    _, model = build("bahdanau", tgt_vocab=13)
+    model = model.to(device)
+    model.cfg = model.forward = None
+    src = random_batch(0)[0].to(device)
     text = (HERE / "README.md").read_text()
     (calls,) = re.findall(r"```python\n(memory = .*?)```", text, re.S)
     names = dict(model=model, src=src, max_len=20, y=src[:, 0], rows=torch.tensor([2, 0]))
     exec(calls, names)
-    assert names["logits"].shape == (3, 14)
-    assert names["state"][0].shape == (2, 32)
-    found = pasted["greedy"](model.train(), src, 20)
-    assert not model.training
-    assert len(pasted["beam"](model, src, 20, 5)) == 3
-    for source, row in zip(src, found):
-        want = [BOS]
-        state = memory = model.encode(source[None])
-        while len(want) <= 20 and want[-1] != EOS:
-            logits, state = model.step(torch.tensor(want[-1:], device=device), state, memory)
-            want.append(1 + logits[0, 1:].argmax().item())
-        assert [BOS, *row[row != PAD].tolist()] == want
+    assert names["logits"].shape == (4, 13)
+    assert [len(x) for x in names["state"]] == [2, 2]
+    for function, *options in (["greedy"], ["beam", 5, 0.6]):
+        found = pasted[function](model.train(), src, 20, *options)
+        assert not model.training
+        assert torch.equal(found, getattr(bahdanau, function)(model, src, 20, *options))
 
 
 # ---- the command line ---------------------------------------------------------------------------
@@ -1090,22 +1022,16 @@ def read_log(out):
 @pytest.mark.parametrize("name", [*SCRIPTS, "transformer --share-vocab", "luong --score location"])
 def test_train_translate_align(name, folder):
     """A model trained on text files can translate, align and be tested, from its folder alone."""
-    stdout, progress = run(*small(name), "--out", "new")
-    *validations, result = read_log("new")
-    assert [line["step"] for line in validations] == [4, 8]
-    want = "step {step}, train {loss:.3f} (smoothed), valid {valid_loss:.3f}"
-    assert [x.rsplit(", ", 1)[0] for x in progress] == [want.format(**x) for x in validations]
-    _, progress = run(*small(name), "--eval-every", 1, "--smoothing", 0, "--out", "plain")
-    assert progress[0].startswith("step 1, train {loss:.3f}, valid".format(**read_log("plain")[0]))
-    assert min(line["valid_loss"] for line in validations) == pytest.approx(result["loss"])
+    stdout, progress = run(*small(name), "--beam", 3, "--out", "new")
+    result = read_log("new")[-1]
     scores = "loss {loss:.4f}, perplexity {ppl:.4g}, BLEU {bleu:.2f}\n".format(**result)
-    assert stdout.startswith("60 pairs (3 skipped), ")
     assert f"\nvalidation set: {scores}" in stdout
     soft = np.load("new/align.npz")
     example = str(soft["source"][0]), str(soft["target"][0])
-    picture = data.heatmap(*example, soft["alpha_0"])
-    assert "\n{}\n{}\n\n{}\n\n".format(*example, picture) in stdout
-    assert len(Path("new/align.txt").read_text().splitlines()) == len(soft["source"]) == 3
+    labels = f"source:    {example[0]}\nmodel:     {example[1]}\n"
+    labels += f"reference: {' '.join(PAIRS[0][1])}\n"
+    assert f"\n{labels}\n{data.heatmap(*example, soft['alpha_0'])}\n\n" in stdout
+    assert stdout.endswith(" --translate --out new\n")
     before = contents()
     use = [name.split()[0], "--out", "new"]
     text = "\n".join(["", *(" ".join(source) for source, _, _ in PAIRS[:30]), ""]).encode()
@@ -1118,33 +1044,158 @@ def test_train_translate_align(name, folder):
     assert stdout.splitlines()[:-3] == [data.pharaoh(alpha) for alpha in alphas]
     assert run(*use, "--test", *TEXT[4:])[0].startswith(scores)
     assert contents() == before
+    model.load_state_dict(torch.load("new/last.pt")["snapshots"][-1])
+    (sample,) = script(name).translate(model, example[:1], vocabularies, beam_size=1)
+    assert progress[-2:] == [f"    {example[0]} → {' '.join(sample)}", progress[-1]]
+
+
+@each_script
+def test_numbers(name, folder, monkeypatch):
+    """Every number that is printed or logged agrees with an independent count."""
+    valid = "the a cat xx yy .", "le un chat . . ."
+    for file, line in zip(("valid.en", "valid.fr"), valid):
+        Path(file).write_text(f"{line}\n" * 3, encoding="utf-8")
+    clock = count()  # a second per call
+    monkeypatch.setattr(script(name).time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**29)
+    command = [*small(name, [*TEXT[:4], "valid.en", "valid.fr"]), "--batch-tokens", 10**5]
+    command += ["--steps", 5, "--dropout", 0.5]
+    stdout, progress = run(*command, "--eval-every", 2, "--out", "new")
+    run(*command, "--eval-every", 1, "--out", "each")
+    (*log, result), (*each, _) = read_log("new"), read_log("each")
+    saved = torch.load("new/last.pt")
+    sides = [[pair[side] for pair in PAIRS] for side in (0, 1)]
+    known = [{*chain(*side)} for side in sides]
+    unknown = [sum(w not in words for w in x.split()) / 6 for words, x in zip(known, valid)]
+    sizes = " and ".join(str(len(words) + len(data.SPECIALS)) for words in known)
+    text = f"60 pairs (3 skipped), vocabularies of {sizes}, at most {max(unknown):.1%} of words "
+    parameters = sum(W.numel() for W in saved["snapshots"][-1].values())
+    assert stdout.startswith(f"{text}unknown; {parameters:,} parameters on cpu\n")
+    notes = [f"valid.{x}: {n:.0%} of words" for x, n in zip(("en", "fr"), unknown) if n > 0.2]
+    assert [line.split(" unknown")[0] for line in progress if "unknown" in line] == notes != []
+    cfg = script(name).Config(tgt_vocab=5, max_len=20)  # of the French words, only "."
+    rare = np.mean([word != "." for word in chain(*sides[1])])
+    summary = data.Corpus(cfg, TEXT[1:3], ("valid.en", "valid.fr"), {}).summary()
+    assert summary.endswith(f"at most {rare:.1%} of words unknown")
+    tokens = sum(len(x) + 1 + len(y) + 2 for x, y in zip(*sides))
+    counts = [[line[key] for line in log] for key in ("step", "tokens", "seconds")]
+    assert counts == [[2, 4, 5], [2 * tokens, 4 * tokens, 5 * tokens], [1, 2, 3]]
+    assert result["tokens_per_second"] == 5 * tokens / 3
+    assert f"\n{5 * tokens / 3:,.0f} tokens/s, 1.5 GiB of GPU memory; files are in new/\n" in stdout
+    losses = [line["loss"] for line in each]  # of single steps, with their own dropout masks
+    means = [np.mean(losses[:2]), np.mean(losses[2:4]), losses[4]]
+    assert [line["loss"] for line in log] == pytest.approx(means, abs=1e-5)
+    cfg = script(name).load("new")[0].cfg
+    assert saved["optimizer"]["param_groups"][0]["lr"] == script(name).learning_rate(cfg, 5)
+    line = "step {step}, {seconds} s: train loss {loss:.3f} (with label smoothing), valid "
+    line += "{valid_loss:.3f}"
+    lines = ["step 0 of 5, with a validation every 2 steps", *(line.format(**x) for x in log)]
+    assert [x for x in progress if x.startswith("step")] == lines
+    assert progress[-1] == "scoring the validation set of 3 sentences"
+    assert result["loss"] == pytest.approx(min(line["valid_loss"] for line in log))
+    assert result["bleu_by_length"] == {"1-10": result["bleu"]}
+
+
+# Flags that others need to have an effect, and values other than twice or half the default:
+NEEDS = dict(length_penalty="--beam 3", replace_unk="--tgt-vocab 6", window="--attention local-p")
+OTHER = dict(src_vocab=9, tgt_vocab=9, batch_sentences=2, align_layer=1, beam=4, length_penalty=9)
+OTHER |= dict(clip=0.01)
+SHORT = "--steps 4 --eval-every 2"
+OUTCOMES = {}  # flags -> what a run with them has learned, logged and translated
+
+
+def outcome(*command):
+    if command not in OUTCOMES:
+        run(*small(command[0]), *" ".join([SHORT, *command[1:]]).split(), "--out", "new")
+        log = [line | dict(seconds=0, tokens_per_second=0, seed=0) for line in read_log("new")]
+        files = torch.load("new/model.pt")["model"], np.load("new/align.npz")
+        OUTCOMES[command] = log, [{key: x.tolist() for key, x in file.items()} for file in files]
+        shutil.rmtree("new")
+    return OUTCOMES[command]
+
+
+def fields_to_test(name):  # those that only the shared part uses, for one script
+    own = inspect.getsource(script(name)).split("# ---- the same")[0]
+    fields = vars(script(name).Config())
+    return [x for x in fields if f"cfg.{x}" in own or name == "bahdanau" and x != "compile"]
+
+
+@pytest.mark.parametrize("name, field", [(x, y) for x in SCRIPTS for y in fields_to_test(x)])
+def test_every_flag_has_an_effect(name, field, folder):
+    """Another value of a Config field changes weights, log, translations or alignments."""
+    Config = script(name).Config
+    needs = NEEDS.get(field, "")
+    _, flags = data.parse_args(Config, "", [*small(name)[1:], *SHORT.split(), *needs.split()])
+    kind, value = Config.__annotations__[field], getattr(Config(**flags), field)
+    new = next((x for x in typing.get_args(kind) if x != value), None)
+    if kind in (int, float):
+        new = OTHER.get(field, 2 * value if kind is int else value / 2 or 0.5)
+    flag = f"--{field} {new}"
+    if kind is bool:
+        flag = f"--no-{field}" if value else f"--{field}"
+    changed = outcome(name, needs, flag.replace("_", "-")) != outcome(name, needs)
+    assert changed, f"{name}.py: {flag} has no effect; if it needs another flag, add it to NEEDS"
+
+
+def test_seed(folder, monkeypatch):
+    """Initialization, batches and dropout depend on the seed; dropout also on step and process."""
+    seeds = []
+    real = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or real(seed))
+    for seed, rank in ((1, 0), (2, 0), (1, 1)):
+        monkeypatch.setattr(bahdanau, "RANK", rank)
+        monkeypatch.setattr(data, "RANK", rank)
+        before = contents()
+        run(*small(), "--seed", seed, "--eval-every", 1, "--out", seed)  # process 0 may be ahead
+        assert (contents() == before) == (rank == 1)  # only process 0 writes
+    first = seeds[::9]  # of initialization; eight steps follow
+    assert first[0] == first[2] != first[1]  # all processes start from the same weights
+    del seeds[::9]
+    assert len({*seeds}) == len(seeds) == 24
+    assert len({str([x["tokens"] for x in read_log(out)[:-1]]) for out in ("1", "2")}) == 2
 
 
 def test_built_in_corpus(folder, monkeypatch):
     """The default is the built-in corpus, whose test set has gold alignments."""
     for path in data.CORPUS.glob("*.*"):
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:100]
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = lines[: 80 if path.stem == "test" else 100]
         Path(path.name).write_text("".join(lines), encoding="utf-8")
     monkeypatch.setattr(data, "CORPUS", Path())
-    stdout, _ = run(*small(text=[]), "--max-len", 30, "--out", "new")
+    stdout, progress = run(*small(text=[]), "--max-len", 30, "--smoothing", 0, "--out", "new")
     result = read_log("new")[-1]
     scores = "BLEU {bleu:.2f}, AER {aer:.3f}\n".format(**result)
-    example, *_ = Path("test.en").read_text().splitlines()
-    assert f"\n{example}\n" in stdout
     assert scores in stdout
+    files = ("test.en", "test.fr", "valid.en")
+    example, reference, valid = (Path(file).read_text().split("\n")[0] for file in files)
+    assert f"\nsource:    {example}\n" in stdout
+    assert f"\nreference: {reference}\n" in stdout
+    assert progress[-2].startswith(f"    {valid} → ")
+    assert progress[-1] == "scoring the test set of 80 sentences"
+    assert "smoothing" not in "".join(progress)
+    gold = [pair[2] for pair in data.read_pairs("test.en", "test.fr", "test.links")]
+    found = [line.split() for line in Path("new/align.txt").read_text().splitlines()]
+    found = [{tuple(map(int, link.split("-"))) for link in links} for links in found]
+    assert result["aer"] != data.aer(found, gold)  # links of translations, not of references
     files = ["test.en", "test.fr", "test.links"]
     assert scores in run("bahdanau", "--out", "new", "--test", *files)[0]
 
 
 def test_saved_weights(folder, monkeypatch):
     """model.pt is the best model on the validation set or, with --average, a mean."""
-    for average in (1, 3, 4):
-        losses = iter([2.0, 1.0, 3.0, 1.5, 0.0])  # of four validations and of the result
+    n = torch.tensor(2**24 + 1)  # which float32 cannot represent; in a user's model
+    monkeypatch.setattr(bahdanau.Model, "init_weights", lambda x: x.register_buffer("n", n.clone()))
+    for average, ppl in {1: 120, 3: 122, 9: 1e9}.items():  # 121 target words, 102 source words
+        losses = iter([2.0, 1.0, 3.0, 1.0, math.log(ppl)])  # of four validations and of the result
         monkeypatch.setattr(bahdanau, "mean_loss", lambda *_, losses=losses: next(losses))
-        run(*small(), "--eval-every", 2, "--average", average, "--out", average)
-    snapshots = torch.load("4/last.pt")["snapshots"]
-    mean = {key: sum(weights[key] for weights in snapshots[1:]) / 3 for key in snapshots[0]}
-    for path, want in {"1": snapshots[1], "3": mean}.items():
+        stdout, _ = run(*small(), "--eval-every", 2, "--average", average, "--out", average)
+        assert ("The model is worse than" in stdout) == (ppl > 121)
+    snapshots = torch.load("9/last.pt")["snapshots"]
+    wants = {"1": snapshots[3]}
+    for path, last in {"3": snapshots[1:], "9": snapshots}.items():
+        mean = {key: sum(weights[key] for weights in last) / len(last) for key in last[0]}
+        wants[path] = mean | dict(n=n)
+    for path, want in wants.items():
         model, _ = bahdanau.load(path, beam=3)
         assert not model.training
         assert model.cfg.beam == 3
@@ -1153,41 +1204,91 @@ def test_saved_weights(folder, monkeypatch):
 
 @each_script
 def test_new_fields(name, folder, monkeypatch):
-    """A field added to Config may have any default; it is a flag with help, in its group."""
+    """A field added to Config may have any default, also for earlier runs; its flag has help."""
     source = (HERE / f"{name}.py").read_text(encoding="utf-8")
     new = "    new_a: int = 0  # new, 100%\n    new_b: float = -1.0  # newer\n    # training\n"
-    Path("changed.py").write_text(source.replace("    # training\n", new), encoding="utf-8")
+    Path(f"{name}.py").write_text(source.replace("    # training\n", new), encoding="utf-8")
+    data.parse_args(script(name).Config, None, [])  # no docstrings under python -OO
     monkeypatch.syspath_prepend("")
-    monkeypatch.delitem(sys.modules, "changed", raising=False)
-    text = " ".join(run("changed", "--help")[0].split())
+    monkeypatch.delitem(sys.modules, name)
+    text = " ".join(run(name, "--help")[0].split())
     assert "--new-a N new, 100% [0] --new-b X newer [-1.0] training:" in text
-    run("changed", *small(name)[1:], "--new-b", -0.5, "--seed", 0, "--out", "new")
-    assert script("changed").load("new")[0].cfg.new_b == -0.5
-    _, (error,) = run("changed --new-b -2", status=2)
+    assert re.search(r", paper: (0\.0|False)\]", text)  # presets are shown, also zeros
+    run(*small(name), "--new-b", -0.5, "--seed", 0, "--out", "new")
+    assert script(name).load("new")[0].cfg.new_b == -0.5
+    cfg = script(name).load(f"runs/{name}", new_a=3)[0].cfg  # which the run does not contradict
+    assert (cfg.new_a, cfg.new_b) == (3, -1)
+    _, (error,) = run(f"{name} --new-b -2", status=2)
     assert error.endswith("--new-b -2.0: must be in [-1.0, inf)")
     with pytest.raises(data.InputError, match="--loss-per word: must be one of token, sentence"):
         script(name).Config(loss_per="word")
 
 
 def test_output(folder, monkeypatch):
-    """Every line is translated, in order, whatever its bytes; a terminal also shows alignments."""
+    """Every line is translated, in order, whatever its bytes; a terminal also shows alignments.
+    Output that nobody reads ends a command without a message."""
     lines = [" ".join(PAIRS[k % 60][0]) if k % 7 else "" for k in range(4100)]  # in two chunks
     model, vocabularies = bahdanau.load("runs/bahdanau")
     want = [" ".join(x) for x in bahdanau.translate(model, lines, vocabularies)]
     stdout, _ = run("bahdanau", "--translate", stdin="\n".join(lines).encode())
     assert stdout.split("\n") == [*want, ""]
+    for file in ("long.en", "long.fr"):
+        Path(file).write_text("\n".join(lines), encoding="utf-8")
+    assert run("bahdanau", "--align", "long.en", "long.fr")[0].count("\n") == 4100
     odd = b"\n".join([b"\xef\xbb\xbf" + lines[1].encode() + b" \r", b"\xff\xfe\0", b"", b"he x y"])
     stdout, (warning,) = run("bahdanau", "--translate", stdin=odd)
     first, _, empty, *rest = stdout.split("\n")
     assert (first, empty, len(rest)) == (want[1], "", 2)
     _, (warning,) = run("bahdanau", "--translate", stdin=b"x he b1\nx a1")
-    assert warning.startswith("unknown words (3): x b1 a1 (")
+    known = len({word for source, *_ in PAIRS for word in source})
+    assert warning.startswith(f"unknown words (3): x b1 a1 ({known} are known;")
     assert run("bahdanau", "--translate", stdin=b"\n\n") == ("\n\n", [])
-    _, (warning,) = run("bahdanau", "--test", *reversed(TEXT[4:]))  # swapped files
-    assert "unknown words" in warning
+    for mode in ("--test", "--align"):
+        _, (warning,) = run("bahdanau", mode, *reversed(TEXT[4:]))  # swapped files
+        assert "unknown words" in warning
+    command = [sys.executable, HERE / "bahdanau.py", "--align", "valid.en.gz", "valid.fr.gz"]
+    options = dict(env=os.environ | {"PYTHONUNBUFFERED": ""}, stdout=subprocess.PIPE)
+    process = subprocess.Popen(command, **options, stderr=subprocess.PIPE)
+    process.stdout.close()  # as `| head` does
+    assert (process.communicate()[1], process.returncode) == (b"", 1)
     monkeypatch.setattr(os, "isatty", lambda _: True)
     stdout, (prompt, *_) = run("bahdanau", "--translate", stdin=b"he x\n\nhe")
     assert stdout.count("from 0.05 ·") == 2 and "Ctrl-D" in prompt  # none for the empty line
+    monkeypatch.setattr(data, "read_stdin", mock.Mock(side_effect=KeyboardInterrupt))
+    assert run("bahdanau", "--translate", status=130) == ("", ["interrupted"])
+
+
+def test_threads(monkeypatch):
+    """At most four threads are used, unless OMP_NUM_THREADS is set."""
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for default in (1, 4, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda default=default: default)
+        run("bahdanau", "--help")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    run("bahdanau", "--help")
+    assert chosen == [1, 4, 4]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_two_runs_at_once(exists, folder, monkeypatch):
+    """A run that another one overtakes while it reads its text is refused, and destroys nothing."""
+    if exists:
+        Path("new").mkdir()
+    real = data.Corpus
+
+    def overtaken(*args):
+        corpus = real(*args)
+        monkeypatch.setattr(data, "Corpus", real)
+        (run(*small(), "--out", "new") if exists else Path("new").mkdir())
+        return corpus
+
+    monkeypatch.setattr(data, "Corpus", overtaken)
+    _, lines = run(*small(), "--seed", 2, "--out", "new", status=2)
+    assert ("holds a run" if exists else "File exists: 'new'") in lines[-1]
+    if exists:
+        assert contents_of_run("new") == contents_of_run("runs/bahdanau")
 
 
 # ---- faults and --resume ------------------------------------------------------------------------
@@ -1195,22 +1296,8 @@ FAULTS = {
     "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
     "interrupt": lambda *_: signal.default_int_handler(signal.SIGINT, None),
     "nan weights": lambda model, *_: next(model.parameters()).data.fill_(math.nan),
-    "full disk": lambda *_: limit_file_size(300),
-    "closed pipe": lambda *_: close_pipe(),
+    "full disk": lambda *_: importlib.import_module("resource").setrlimit(1, (300, 300)),  # FSIZE
 }
-
-
-def close_pipe():
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.dup2(writer, 1)
-    sys.stdout = os.fdopen(1, "w")
-
-
-def limit_file_size(size):
-    import resource  # here, because Windows does not have it
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def faulty_main(fault, owner, function, number, *command):
@@ -1251,11 +1338,12 @@ def contents_of_run(out):
 
 FAULTY_RUNS = [
     ("interrupt", AVERAGED, "bahdanau", "learning_rate", 2, 130, "interrupted.*--resume"),
-    ("nan weights", AVERAGED, "bahdanau", "mean_loss", 2, 2, "step 8: loss is not finite"),
+    ("nan weights", AVERAGED, "bahdanau", "mean_loss", 2, 2, "step 4: loss not finite"),
     ("full disk", AVERAGED, "data", "write", 2, 2, "File too large"),
 ]
 FAULTY_RUNS += [("kill", AVERAGED, "os", "replace", n, -9, None) for n in range(1, 12)]  # renames
 FAULTY_RUNS += [("kill", name, name, "learning_rate", 6, -9, None) for name in SCRIPTS]
+FAULTY_RUNS += [("kill", AVERAGED, "bahdanau", "learning_rate", 6, -9, None)]
 
 
 @pytest.mark.parametrize("fault, name, owner, function, number, status, message", FAULTY_RUNS)
@@ -1272,61 +1360,28 @@ def test_faults(fault, name, owner, function, number, status, message, folder):
     assert contents_of_run("new") == contents_of_run(f"runs/{name}")
 
 
-def test_closed_pipe(folder):
-    """Output that nobody reads, as after `| head`, ends a command without a message."""
-    command = ["bahdanau", "--align", "valid.en.gz", "valid.fr.gz"]
-    assert run_with_fault("closed pipe", "data", "read_pairs", 1, *command) == (1, [])
-
-
 def test_resume(folder):
     """--resume continues a run with changed flags; text and sizes can be left out."""
     shutil.copytree("runs/bahdanau", "copy")
     more = "--resume --steps 12 --eval-every 1 --lr 0.001 --warmup 3 --clip 2 --batch-tokens 200"
-    run(*small(), "--out", "copy", "--src-vocab", 30000, *more.split())
+    run(*small(), "--out", "copy", "--src-vocab", 30000, "--tgt-vocab", 30000, *more.split())
     run("bahdanau", *more.split())
     assert [x.get("step") for x in read_log("copy")] == [4, 8, 9, 10, 11, 12, None]
     assert contents_of_run("copy") == contents_of_run("runs/bahdanau")
-
-
-def test_checkpoints(folder):
-    """A field added to Config since takes its default; code in a checkpoint is not executed."""
-    path = Path("runs/bahdanau/model.pt")
-    saved = torch.load(path)
-    del saved["config"]["init"], saved["config"]["steps"]  # one field above lr, one below
-    torch.save(saved, path)
-    model, _ = bahdanau.load("runs/bahdanau", init=0.5)  # which the run does not contradict
-    assert model.cfg.steps == bahdanau.Config().steps
-    path.write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")  # a pickle that calls os.mkdir("owned")
-    with pytest.raises(data.InputError, match="damaged"):
-        bahdanau.load("runs/bahdanau")
-    assert not Path("owned").exists()
-
-
-def test_steps(folder, monkeypatch):
-    """The logged loss is a mean over steps, each with its own dropout masks and learning rate."""
-    pair = ["pair.en", "pair.fr"]
-    for path, sentence in zip(pair, PAIRS[0]):
-        Path(path).write_text(" ".join(sentence), encoding="utf-8")
-    text = ["--train", *pair, "--valid", *pair]  # every batch is this pair
-    command = [*small(text=text), "--dropout", 0.5]
-    run(*command, "--out", "four")
-    run(*command, "--out", "one", "--eval-every", 1)
-    rate = torch.load("one/last.pt")["optimizer"]["param_groups"][0]["lr"]
-    assert rate == pytest.approx(0.02 / 8)  # the last step of a linear decay
-    monkeypatch.setattr(bahdanau, "learning_rate", lambda cfg, step: float(step == 8))
-    run(*command, "--out", "still", "--eval-every", 1)  # until the last step
-    losses = [line["loss"] for line in read_log("one")[:-1]]
-    for line, first in zip(read_log("four"), (0, 4)):
-        assert line["loss"] == pytest.approx(np.mean(losses[first : first + 4]), abs=1e-6)
-    still = read_log("still")[:-1]
-    assert len({line["loss"] for line in still}) == 8
-    *valid, last = [line["valid_loss"] for line in still]
-    assert {*valid} == {valid[0]} != {last}
+    seconds = [x["seconds"] for x in read_log("copy")[:-1]]
+    assert seconds == sorted(seconds)  # the clock continues
+    weights = bahdanau.load("copy")[0].state_dict()
+    for flags in ("--beam 4 --length-penalty 2", ""):  # hold from now on, also without training
+        stdout, _ = run("bahdanau", "--out", "copy", "--resume", *flags.split())
+        model, _ = bahdanau.load("copy")
+        assert (model.cfg.beam, model.cfg.length_penalty) == (4, 2)
+        assert_close(model.state_dict(), weights)
+        assert run("bahdanau", "--out", "copy", "--test", *TEXT[4:])[0] in stdout
 
 
 def test_torchrun_matches_one_process(folder):
     """A run resumed with two processes ends like a run with one process, up to rounding."""
-    command = [*small(), "--dropout", 0, "--batch-tokens", 40, "--out"]  # some batches are one pair
+    command = [*small(), "--dropout", 0, "--batch-tokens", 36, "--out"]  # step 5 is one pair
     run(*command, "one")
     assert run_with_fault("kill", "bahdanau", "learning_rate", 6, *command, "two")[0] == -9
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", HERE / "bahdanau.py"]
@@ -1339,34 +1394,34 @@ def test_torchrun_matches_one_process(folder):
 
 # ---- user errors --------------------------------------------------------------------------------
 VALID = "--train train.en train.fr --valid"
-SWAPPED = "--train train.fr train.en --valid valid.en.gz valid.fr.gz"
 USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of the error message
     (f"--out new {VALID} train.en nowhere", "No such file or directory: 'nowhere'"),
     (f"--out new {VALID} empty empty", "empty: the file is empty"),
     (f"--out new {VALID} train.en latin1", "latin1, line 2: not UTF-8"),
     (f"--out new {VALID} train.en short", "short: ends before line 2"),
     ("--train train.en train.fr", "--train SRC TGT and --valid SRC TGT go together"),
-    ("--out new --train long long --valid long long", "no words left; see --min-count"),
     (f"--out new --src-vocab 4 {VALID} train.en train.fr", "no words left; see --min-count"),
     ("--test cut.gz train.fr", "cut.gz: not a .gz file, or damaged"),
     ("--test text.gz train.fr", "text.gz: not a .gz file, or damaged"),
     ("", "runs/bahdanau: holds a run; add --resume"),
     (f"--out half --steps 1 {VALID} train.en train.fr", "half: holds a run; add --resume"),
-    ("--resume --out nowhere", "no last.pt in nowhere; train first, or check --out"),
     ("--translate --out nowhere", "no model.pt in nowhere; train first, or check --out"),
     ("--resume --out half", "half/last.pt: unreadable or damaged"),
-    ("--translate --out cut", "cut/model.pt: unreadable or damaged"),
+    ("--translate --out code", "code/model.pt: unreadable or damaged"),  # and not executed
     ("--translate train.en", "unrecognized arguments: train.en; use --translate < FILE"),
-    ("--translate --out runs/luong", "made by luong.py"),
+    ("--translate --out runs/luong", "this run was trained with luong.py; use that script"),
     ("--translate --hidden 12", "this run has hidden = 10, not 12"),
+    ("--resume --average 3", "this run has average = 1, not 3"),
     ("--resume --paper", "not allowed with argument --resume"),
-    (f"--resume --steps 9 {SWAPPED}", "the text has changed"),
+    ("--resume --train train.en other --valid valid.en.gz valid.fr.gz", "the text has changed"),
+    ("--resume --train train.en train.fr --valid valid.en.gz valid.en.gz", "the text has changed"),
     ("--test train.en train.fr train.en", "train.en, line 1: expected links such as 0-0 1-2"),
     ("--test train.en train.fr links", "links, line 1: a link points past the sentence"),
+    ("--test train.en train.fr sources", "sources, line 1: a link points past the sentence"),
     ("--test train.en train.fr train.en train.fr", "--test takes SRC TGT, or SRC TGT LINKS"),
     ("--medium --paper", "not allowed with argument"),
     ("--dropout 1", "--dropout 1.0: must be in [0, 1)"),
-    ("--beem 3", "unrecognized arguments: --beem 3"),
+    ("--eval 3", "unrecognized arguments: --eval 3"),
     ("--beam 0", "--beam 0: must be in [1, inf)"),
     ("--lr nan", "--lr nan: must be in [0, inf)"),
     ("--optimizer x", "--optimizer: invalid choice"),
@@ -1386,9 +1441,10 @@ def test_user_errors(flags, message, folder, monkeypatch):
         monkeypatch.setattr(data, "WORLD_SIZE", 2)
     if "memory" in message:
         monkeypatch.setattr(bahdanau, "Model", mock.Mock(side_effect=torch.OutOfMemoryError))
-    files = dict(empty=b"", long=b"un " * 1001, short=b"un\n", latin1=b"un\n\xe9\n", links=b"1-99")
+    files = dict(empty=b"", short=b"un\n", latin1=b"un\n\xe9\n", links=b"1-99")
+    files |= dict(sources=b"99-1", other=Path("train.fr").read_bytes().replace(b" .", b" !", 1))
     files |= {"cut.gz": gzip.compress(b"un")[:-1], "text.gz": b"un", "half/last.pt": b""}
-    files["cut/model.pt"] = Path("runs/bahdanau/model.pt").read_bytes()[:-1]
+    files["code/model.pt"] = b"cos\nmkdir\n(S'owned'\ntR."  # a pickle that calls os.mkdir("owned")
     for file, content in files.items():
         Path(file).parent.mkdir(exist_ok=True)
         Path(file).write_bytes(content)

@@ -1413,7 +1413,8 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     ("--translate --hidden 12", "this run has hidden = 10, not 12"),
     ("--resume --average 3", "this run has average = 1, not 3"),
     ("--resume --paper", "not allowed with argument --resume"),
-    ("--resume --train train.en other --valid valid.en.gz valid.fr.gz", "the text has changed"),
+    ("--resume --train other.en train.fr --valid valid.en.gz valid.fr.gz", "the text has changed"),
+    ("--resume --train train.en other.fr --valid valid.en.gz valid.fr.gz", "the text has changed"),
     ("--resume --train train.en train.fr --valid valid.en.gz valid.en.gz", "the text has changed"),
     ("--test train.en train.fr train.en", "train.en, line 1: expected links such as 0-0 1-2"),
     ("--test train.en train.fr links", "links, line 1: a link points past the sentence"),
@@ -1441,8 +1442,9 @@ def test_user_errors(flags, message, folder, monkeypatch):
         monkeypatch.setattr(data, "WORLD_SIZE", 2)
     if "memory" in message:
         monkeypatch.setattr(bahdanau, "Model", mock.Mock(side_effect=torch.OutOfMemoryError))
-    files = dict(empty=b"", short=b"un\n", latin1=b"un\n\xe9\n", links=b"1-99")
-    files |= dict(sources=b"99-1", other=Path("train.fr").read_bytes().replace(b" .", b" !", 1))
+    files = dict(empty=b"", short=b"un\n", latin1=b"un\n\xe9\n", links=b"1-99", sources=b"99-1")
+    for side in ("en", "fr"):
+        files[f"other.{side}"] = Path(f"train.{side}").read_bytes().replace(b" .", b" !", 1)
     files |= {"cut.gz": gzip.compress(b"un")[:-1], "text.gz": b"un", "half/last.pt": b""}
     files["code/model.pt"] = b"cos\nmkdir\n(S'owned'\ntR."  # a pickle that calls os.mkdir("owned")
     for file, content in files.items():

@@ -410,6 +410,24 @@ def test_equations(name):
         assert_close(found, alpha)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_reorder(name):
+    """A reordered state continues the hypotheses of the rows that it was taken from."""
+    _, model = build(name)
+    src = random_batch(1)[0][:1].expand(4, -1)
+    prefixes = torch.tensor([[BOS, 4, 5, 6], [BOS, 7, 8, 4], [BOS, 9, 4, 9], [BOS, 5, 5, 8]])
+    rows = torch.tensor([2, 0, 2, 3])
+    y = torch.tensor([10, 4, 6, 7])
+    memory = model.encode(src)
+    state = model.init_state(memory, 5)
+    for token in prefixes.T:
+        _, state = model.step(token, state, memory)
+    logits, _ = model.step(y, model.reorder(state, rows), memory)
+    want = model(src, torch.cat([prefixes[rows], y.unsqueeze(1)], 1))[:, -1]
+    assert_close(logits, want, message=f"{name}: reorder() returns the state of other rows")
+
+
 # ---- the attention classes ----------------------------------------------------------------------
 def test_attention(attention):
     """Each query gives the same result and gradients on its own, with only the words it may see."""

@@ -1,9 +1,11 @@
-"""Tests of docs/: links, generated pages, diffs, and show_attend_tell.py.
+"""Tests of docs/: links, generated pages, diffs, show_attend_tell.py and language_model.py.
 
 python -m pytest -q docs/make    test_pages.py needs a browser
 """
 
+import argparse
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -24,6 +26,7 @@ ROOT = DOCS.parent
 sys.path[:0] = map(str, (ROOT, DOCS, MAKE))
 
 import draw  # noqa: E402
+import language_model  # noqa: E402
 import show_attend_tell as captions  # noqa: E402
 
 import bahdanau  # noqa: E402
@@ -92,13 +95,12 @@ def test_papers_page():
 
 
 def test_speed():
-    """The tables of speed.md are those of its log."""
+    """The tables of speed.md are those of its logs."""
     import compare
 
     text = read(DOCS / "speed.md")
     found = re.findall(r"^\|.*\|$", text, re.M)
-    log = read(compare.LOG).splitlines()
-    want = list(compare.tables([json.loads(line) for line in log]))
+    want = list(compare.tables(compare.read_logs()))
     assert found == want, "run: python docs/make/compare.py tables"
 
 
@@ -158,7 +160,7 @@ TESTS = ["-m", "pytest", "-q", "test_all.py", "-k"]
 
 
 def test_new_score(copies):
-    """With the new score of exercise 7, the tests of that score pass, and the new flag works."""
+    """With the new score of exercise 9, the tests of that score pass, and the new flag works."""
     (diff,) = [x for x in blocks("diff") if "scaled=lambda" in x]
     change(copies, diff)
     run_python(copies, r"(?m)^[1-9]\d* passed", *TESTS, "scaled")
@@ -174,10 +176,10 @@ def test_exercises(copies):
         change(copies, diff)
     run_python(copies, "", "seq2seq_lstm.py", "--no-reverse", "--out", "runs/forward", *TINY_RUN)
     run_python(copies, "", "bahdanau.py", "--out", "runs/printed", *TINY_RUN)
-    for script in ("seq2seq_lstm.py", "bahdanau.py", "transformer.py"):
+    for script in ("seq2seq_lstm.py", "bahdanau.py", "luong.py", "transformer.py"):
         run_python(copies, "BLEU", script, *TINY_RUN)
     for code in blocks("python")[:-1]:
-        run_python(copies, r"\A[\d., \[\]\n]+\Z", "-c", code)
+        run_python(copies, r"\A[\d., \[\]\n-]+\Z", "-c", code)
 
 
 def test_training_loop():
@@ -260,3 +262,49 @@ def test_hard_estimator(monkeypatch):
     assert len(log_ps) == 27  # every path is different
     for got, want in zip(estimate, exact, strict=True):
         assert_close(torch.as_tensor(got), torch.zeros(()) if want is None else want)
+
+
+# ---- language_model.py ---------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", language_model.MODELS)
+def test_language_model(kind):
+    """A model memorizes three texts and is blind to later words; perplexities and the equations of
+    its attention match plain loops."""
+    pairs = list(data.read_pairs(*data.built_in("train")))[:3]
+    vocabulary, _ = data.build_vocabularies(pairs, share=True)
+    texts = language_model.to_texts(pairs, vocabulary.encode)
+    args = argparse.Namespace(model=kind, steps=200, seed=1)
+    *_, model = language_model.train(args, texts, len(vocabulary))
+    sources, targets = map(list, zip(*pairs))
+    assert language_model.translate(model, sources, vocabulary) == targets
+    x = language_model.pad(texts)
+    with torch.no_grad():
+        log_p = model.eval()(x).log_softmax(-1)
+        changed = x.clone()
+        changed[:, 5:] = 6
+        later = model(changed).log_softmax(-1)
+        torch.testing.assert_close(later[:, :5], log_p[:, :5])
+        if kind == "attention":
+            h = model.lstm(model.E(x[:1]))[0][0]
+            W_K, W_V = model.attention.W_KV.weight.chunk(2)
+            e = [model.attention.W_Q(h[4]) @ W_K @ h[i] / math.sqrt(len(h[i])) for i in range(5)]
+            alpha = torch.stack(e).softmax(0)
+            c = model.attention.W_O(sum(alpha[i] * (W_V @ h[i]) for i in range(5)))
+            logits = model.W(torch.tanh(model.W_c(torch.cat([c, h[4]]))))
+            torch.testing.assert_close(logits.log_softmax(0), log_p[0, 4])
+        if kind == "transformer":
+            layers = model.layers
+            model.layers = nn.ModuleList()  # what is left: embeddings, positions, output
+            D = language_model.D
+            angles = [[t / 10000 ** (2 * (i // 2) / D) for i in range(D)] for t in range(5)]
+            PE = [[(math.sin, math.cos)[i % 2](a) for i, a in enumerate(row)] for row in angles]
+            y = model.E(x[:1, :5]) * math.sqrt(D) + torch.tensor(PE).to(x.device)
+            torch.testing.assert_close(model(x[:1, :5]), y @ model.E.weight.T)
+            model.layers = layers
+    losses = dict(english=[], french=[])
+    for row, text, (source, _) in zip(log_p.tolist(), texts, pairs):
+        for t, y in enumerate(text[1:]):
+            half = "english" if t <= len(source) else "french"
+            if y != BOS:
+                losses[half].append(-row[t][y])
+    want = {half: math.exp(sum(values) / len(values)) for half, values in losses.items()}
+    assert language_model.perplexities(model, texts) == pytest.approx(want)

@@ -1,7 +1,8 @@
-"""Measures the tables of docs/speed.md on one idle GPU and writes docs/runs/speed.jsonl.
+"""Measures the tables of docs/speed.md on one idle GPU and writes the logs in docs/runs.
 
-python docs/make/compare.py          measure everything: about 10 minutes on an H200
-python docs/make/compare.py tables   print the tables of the log as Markdown
+python docs/make/compare.py          speed.jsonl: about 8 minutes on an H200
+python docs/make/compare.py length   length.jsonl, cost by sentence length: about 3 minutes
+python docs/make/compare.py tables   print the tables of both logs as Markdown
 
 All Transformers have the base size and the dropout of the paper: on embeddings and sublayer
 outputs, not on attention weights or inside the feed-forward network. They train with label
@@ -45,6 +46,7 @@ from data import BOS, EOS, PAD
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "docs" / "runs" / "speed.jsonl"
+LENGTH_LOG = LOG.with_name("length.jsonl")
 LAYERS = 6  # of the Transformers
 
 
@@ -77,13 +79,13 @@ def ours(script, V, **flags):
     return script.make_train_step(script.Model(cfg).cuda(), cfg)
 
 
-def alternative(make_model, V, clip=0.0, smoothing=0.1, compiled=None):
+def alternative(make_model, V, compiled=None):
     """make_model(V) makes a module that is called with src and tgt_in and returns logits. Compiled
     as a whole, with its loss and with CUDA graphs, or layer by layer, for any length."""
     torch.backends.cuda.enable_cudnn_sdp(True)  # torch's default
     model = make_model(V).cuda().train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-    criterion = nn.CrossEntropyLoss(ignore_index=PAD, label_smoothing=smoothing)
+    criterion = nn.CrossEntropyLoss(ignore_index=PAD, label_smoothing=0.1)
     if compiled == "by layer":
         torch._dynamo.config.recompile_limit = 64  # more than are needed
         criterion = compiled_call(criterion)
@@ -103,8 +105,6 @@ def alternative(make_model, V, clip=0.0, smoothing=0.1, compiled=None):
         src, tgt = (x.cuda(non_blocking=True) for x in (src, tgt))
         optimizer.zero_grad()
         loss(src, tgt).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
     return train_step
@@ -167,48 +167,14 @@ class Marian(nn.Module):
         return self.model(**inputs, use_cache=False).logits
 
 
-class Recurrent(nn.Module):
-    """cuDNN's recurrent networks and the output layer, without attention."""
-
-    def __init__(self, rnn, emb, hidden, layers, bidirectional, V):
-        super().__init__()
-        self.E_x = nn.Embedding(V, emb)
-        self.E_y = nn.Embedding(V, emb)
-        self.encoder = rnn(emb, hidden, layers, batch_first=True, bidirectional=bidirectional)
-        self.decoder = rnn(emb, hidden, layers, batch_first=True)
-        self.W = nn.Linear(hidden, V)
-
-    def forward(self, src, tgt_in):
-        h, _ = self.encoder(self.E_x(src))
-        s, _ = self.decoder(self.E_y(tgt_in))
-        return self.W(s + 0 * h[:, :1, : s.size(-1)])  # so that backward includes the encoder
-
-
-GRUS = partial(Recurrent, nn.GRU, 620, 1000, 1, True)
-LSTMS = partial(Recurrent, nn.LSTM, 1000, 1000, 4, False)
-PLAIN = dict(clip=1.0, smoothing=0.0)  # as in the papers of the recurrent models
-TRAINING = {  # work -> (B, S = T, V) and contestants
-    "Transformer base": ((256, 64, 32000), {
-        "ours": partial(ours, transformer, layers=LAYERS),
-        "ours, `--no-compile`": partial(ours, transformer, layers=LAYERS, compile=False),
-        "`torch.nn.Transformer`": partial(alternative, TorchTransformer),
-        "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, compiled="all"),
-        "Hugging Face Marian": partial(alternative, Marian),
-        "Hugging Face Marian, compiled": partial(alternative, Marian, compiled="all"),
-    }),
-    "RNNsearch": ((80, 50, 30000), {
-        "ours": partial(ours, bahdanau),
-        "cuDNN GRUs and the output layer, no attention": partial(alternative, GRUS, **PLAIN),
-    }),
-    "Luong, global attention, input feeding, 4 × 1000": ((128, 50, 50000), {
-        "ours": partial(ours, luong, attention="global"),
-        "cuDNN LSTMs and the output layer, no attention": partial(alternative, LSTMS, **PLAIN),
-    }),
-    "Seq2Seq, 4 × 1000": ((128, 50, 80000), {
-        "ours": partial(ours, seq2seq_lstm),
-        "cuDNN LSTMs and the output layer": partial(alternative, LSTMS, **PLAIN),
-    }),
-}  # fmt: skip
+TRAINING = {
+    "ours": partial(ours, transformer, layers=LAYERS),
+    "ours, `--no-compile`": partial(ours, transformer, layers=LAYERS, compile=False),
+    "`torch.nn.Transformer`": partial(alternative, TorchTransformer),
+    "`torch.nn.Transformer`, compiled": partial(alternative, TorchTransformer, compiled="all"),
+    "Hugging Face Marian": partial(alternative, Marian),
+    "Hugging Face Marian, compiled": partial(alternative, Marian, compiled="all"),
+}
 MIXED = {
     "ours": partial(ours, transformer, layers=LAYERS),
     "`torch.nn.Transformer`": partial(alternative, TorchTransformer),
@@ -219,18 +185,17 @@ MIXED = {
 
 
 # ---- measurements: each yields entries of the log ------------------------------------------------
-def training():
+def training(V=32000):
     """Random batches of one shape, eight steps in a row: the CPU need not wait for the GPU."""
-    for work, ((B, T, V), contestants) in TRAINING.items():
-        batch = random_batch(B, T, T, V)
-        for name, make in contestants.items():
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.compiler.reset()
-            times = milliseconds(partial(make(V), *batch), repeats=15, warm_up=6, in_a_row=8)
-            speeds = [2 * B * T / times[k] for k in (len(times) // 2, -1, 0)]  # median, min., max.
-            shape = f"B = {B}, S = T = {T}, V = {V:,}"
-            yield dict(table="training", work=work, shape=shape, name=name, speeds=speeds)
+    B, T = 256, 64
+    batch = random_batch(B, T, T, V)
+    for name, make in TRAINING.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.compiler.reset()
+        times = milliseconds(partial(make(V), *batch), repeats=15, warm_up=6, in_a_row=8)
+        speeds = [2 * B * T / times[k] for k in (len(times) // 2, -1, 0)]  # median, min., max.
+        yield dict(table="training", name=name, speeds=speeds)
 
 
 def mixed_lengths(name, V=32000):
@@ -311,18 +276,55 @@ def decoding(V=32000, S=32, T=64):
         yield dict(table="decoding", name=name, speeds=speeds)
 
 
-def our_decoding(V=30000, S=32, T=64):
-    """Greedy decoding and a beam of five in all four scripts; no translation ends early."""
-    output = {transformer: "E_y", bahdanau: "W_o", luong: "W_s", seq2seq_lstm: "W"}
-    for script, layer in output.items():
-        model = script.bf16_copy(script.Model(script.Config.paper(src_vocab=V, tgt_vocab=V)).cuda())
-        nn.init.zeros_(getattr(model, layer).weight[EOS].detach())
-        times = []
-        for K in (1, 5):
-            for B in (1, 64, 512):
-                src, _ = random_batch(B, S, 1, V)
-                times.append(milliseconds(partial(script.beam, model, src, T, K, 0.6), 5, 2)[2])
-        yield dict(table="scripts", name=f"`{script.__name__}.py`", milliseconds=times)
+OUTPUT = {transformer: "E_y", bahdanau: "W_o", luong: "W_s", seq2seq_lstm: "W"}
+MODELS = {  # name -> script and flags, besides --paper
+    "`seq2seq_lstm.py`": (seq2seq_lstm, {}),
+    "`bahdanau.py`": (bahdanau, {}),
+    "`luong.py`": (luong, dict(attention="global", input_feeding=False)),
+    "`luong.py --input-feeding`": (luong, dict(attention="global")),
+    "`transformer.py`": (transformer, {}),
+}
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
+
+
+def by_length(V=30000, tokens=16384, rows=64):
+    """A training step with a fixed number of tokens, and greedy decoding of a fixed number of
+    sentences; source and target have n words, and no translation ends early."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in main of the scripts
+    for name, (script, flags) in MODELS.items():
+        for n in LENGTHS:
+            cfg = script.Config.paper(src_vocab=V, tgt_vocab=V, compile=False, **flags)
+            model = script.Model(cfg)
+            batches = (random_batch(B, n, n, V) for B in (1, 2))
+            one, two = (kept_mib(model, src.cpu(), tgt.cpu()) for src, tgt in batches)
+            kept = 1000 * (two - one) / (2 * n)  # without what does not depend on the batch
+            step = script.make_train_step(model.cuda(), cfg)
+            batch = random_batch(tokens // (2 * n), n, n, V)
+            train = milliseconds(partial(step, *batch), repeats=5, warm_up=3)
+            model = script.bf16_copy(model)
+            nn.init.zeros_(getattr(model, OUTPUT[script]).weight[EOS].detach())
+            src, _ = random_batch(rows, n, 1, V)
+            with torch.inference_mode():
+                decode = milliseconds(partial(script.greedy, model, src, n), repeats=3, warm_up=1)
+            results = dict(ms_per_1000_tokens=1000 * train[2] / tokens, mib_per_1000_tokens=kept)
+            yield dict(table="length", name=name, n=n) | results | dict(ms_per_word=decode[1] / n)
+
+
+def kept_mib(model, src, tgt):
+    """MiB of tensors that autograd keeps for the backward pass, without weights."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}  # address -> bytes; a storage that several operations keep counts once
+
+    def keep(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        logits = model(src, tgt[:, :-1])
+    assert logits.requires_grad  # keeps the graph, and so all addresses, until here
+    return sum(kept.values()) / 2**20
 
 
 def memory():
@@ -344,58 +346,68 @@ def memory():
 
 
 # ---- the tables of docs/speed.md -----------------------------------------------------------------
+def cells(entry, ours):
+    """The cells of an entry of speed.jsonl; ours: our speeds, by table."""
+    table = entry["table"]
+    if table == "memory":
+        return [f"{entry['gib']:.1f}"]
+    if table == "decoding":
+        return [f"{x:.1f}" if x < 10 else f"{x:,.0f}" for x in entry["speeds"]]
+    speed, *_ = entry["speeds"]  # the median
+    seconds = [f"{entry['seconds']:.0f} s"] if table == "mixed" else []
+    return [*seconds, f"{speed:,.0f}", f"{ours.setdefault(table, speed) / speed:.2f}"]
+
+
 def tables(log):
     """The lines of the tables, as Markdown."""
+    lengths = " | ".join(str(n) for n in LENGTHS)
     heads = dict(
-        training="training | thousand tokens/s | minimum to maximum | ours / this",
+        training="training | thousand tokens/s | ours / this",
         mixed="mixed lengths | until step 100 | thousand tokens/s after that | ours / this",
         decoding="greedy decoding, sentences/s | B = 1 | B = 64 | B = 512",
-        scripts="milliseconds, B = 1 / 64 / 512 | greedy | beam of five",
+        ms_per_1000_tokens=f"training, ms per 1,000 tokens | {lengths}",
+        mib_per_1000_tokens=f"kept for the backward pass, MiB per 1,000 tokens | {lengths}",
+        ms_per_word=f"greedy decoding, ms per word | {lengths}",
         memory="`--paper` | GiB of GPU memory",
     )
     rows = {name: [] for name in heads}
-    ours = {}  # table or work -> speed
-    for entry in log[1:]:
-        table, name = entry["table"], entry["name"]
-        work = entry.get("work", table)
-        if table == "training" and name == "ours":
-            rows[table].append(f"**{work}**, {entry['shape']} | | | ")
-        if table in ("training", "mixed"):
-            speed, low, high = entry["speeds"]
-            ratio = f"{ours.setdefault(work, speed) / speed:.2f}"
-        if table == "training":
-            is_equal_work = work.startswith("Transformer")
-            cells = [f"{speed:,.0f}", f"{low:,.0f} to {high:,.0f}", ratio if is_equal_work else ""]
-        elif table == "mixed":
-            cells = [f"{entry['seconds']:.0f} s", f"{speed:,.0f}", ratio]
-        elif table == "decoding":
-            cells = [f"{x:.1f}" if x < 10 else f"{x:,.0f}" for x in entry["speeds"]]
-        elif table == "scripts":
-            times = [f"{x:.0f}" for x in entry["milliseconds"]]
-            cells = [" / ".join(times[:3]), " / ".join(times[3:])]
-        else:
-            cells = [f"{entry['gib']:.1f}"]
-        rows[table].append(" | ".join([name, *cells]))
+    ours = {}
+    for entry in log:
+        if entry["table"] != "length":
+            rows[entry["table"]].append([entry["name"], *cells(entry, ours)])
+    for name in MODELS:
+        entries = [entry for entry in log if entry["table"] == "length" and entry["name"] == name]
+        for key, digits in dict(ms_per_1000_tokens=1, mib_per_1000_tokens=0, ms_per_word=2).items():
+            rows[key].append([name, *(f"{entry[key]:.{digits}f}" for entry in entries)])
     for table, head in heads.items():
         yield f"| {head} |"
         yield "|---" * (head.count("|") + 1) + "|"
-        yield from (f"| {row} |" for row in rows[table])
+        yield from (f"| {' | '.join(row)} |" for row in rows[table])
+
+
+def read_logs():
+    logs = [path.read_text(encoding="utf-8").splitlines() for path in (LOG, LENGTH_LOG)]
+    return [json.loads(line) for _, *lines in logs for line in lines]  # without the first, "about"
 
 
 def main():
     warnings.filterwarnings("ignore")
     if sys.argv[1:] == ["tables"]:
-        print(*tables([json.loads(line) for line in LOG.open(encoding="utf-8")]), sep="\n")
+        print(*tables(read_logs()), sep="\n")
         return
     if sys.argv[1:2] == ["mixed"]:
         mixed_lengths(sys.argv[2])
         return
     torch.manual_seed(0)
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     machine = dict(gpu=torch.cuda.get_device_name(), cudnn=torch.backends.cudnn.version())
-    about = dict(table="about", date=str(datetime.date.today()), **machine, **versions)
-    with LOG.open("w", encoding="utf-8") as log:
-        for entry in chain([about], our_decoding(), decoding(), training(), mixed(), memory()):
+    about = dict(table="about", date=str(datetime.date.today()), torch=torch.__version__, **machine)
+    if sys.argv[1:] == ["length"]:
+        path, measurements = LENGTH_LOG, [by_length()]
+    else:
+        about |= dict(transformers=importlib.metadata.version("transformers"))
+        path, measurements = LOG, [decoding(), training(), mixed(), memory()]
+    with path.open("w", encoding="utf-8") as log:
+        for entry in chain([about], *measurements):
             line = json.dumps(entry, ensure_ascii=False)
             print(line, flush=True)
             print(line, file=log, flush=True)

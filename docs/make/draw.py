@@ -7,7 +7,9 @@ python docs/make/draw.py --film   first trains the models again, about 15 minute
 
 import html
 import importlib
+import itertools
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -18,14 +20,26 @@ MAKE = Path(__file__).resolve().parent
 DOCS = MAKE.parent
 RECORDED = (0, 20, 40, 80, 120, 160, 240, 320, 480, 650, 900, 1250, 1600, 2000)  # and the last
 CURVES = {  # curve -> color, visible on light and dark backgrounds
-    "seq2seq_lstm.py, 256 units": "#d9483b",
-    "seq2seq_lstm.py, about 1,000 units": "#8a6d5c",
+    "seq2seq_lstm.py, 1,000 units": "#d9483b",
     "bahdanau.py": "#2f7fd6",
     "luong.py without input feeding": "#d68a00",
     "luong.py with input feeding": "#8e5bd0",
     "transformer.py": "#1f9d6b",
 }
-STEPS = {"1,700 steps": "#8a949e", "6,800 steps": "#d68a00", "27,200 steps": "#2f7fd6"}
+BOTTLENECK = {
+    "with attention": "#2f7fd6",
+    "without": "#d9483b",
+    "without, on training sentences": "#8a949e",
+}
+UNITS = (32, 64, 128, 256, 512, 1024)
+SCRIPTS = {
+    "seq2seq_lstm.py": "#d9483b",
+    "bahdanau.py": "#2f7fd6",
+    "luong.py": "#d68a00",
+    "luong.py --input-feeding": "#8e5bd0",
+    "transformer.py": "#1f9d6b",
+}
+STEPS = ("1-10", "11-20", "21-30", "31-40", "41-50", "> 50")
 LENGTHS = ("1-10", "11-20", "21-30", "31-40", "41-50", "51-60")
 STYLE = "text{fill:#6e7781}.grid{stroke:#8886}.cell{fill:#2f7fd6}"
 FONT = 'font-family="sans-serif" font-size="13"'
@@ -55,12 +69,16 @@ def text(x, y, words, more=""):
     return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{html.escape(words)}</text>'
 
 
-# ---- BLEU by length ------------------------------------------------------------------------------
+# ---- curves --------------------------------------------------------------------------------------
+def read_lines(name):
+    lines = (DOCS / "runs" / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def by_length(name):
     """{curve: BLEU, a row per seed, a column per length} of the runs of a log that have a curve."""
     curves = {}
-    for line in (DOCS / "runs" / name).read_text(encoding="utf-8").splitlines():
-        run = json.loads(line)
+    for run in read_lines(name):
         if "curve" in run:
             scores = run["result"]["bleu_by_length"]
             row = [scores[length] for length in LENGTHS if length in scores]
@@ -68,36 +86,57 @@ def by_length(name):
     return {curve: np.array(rows) for curve, rows in curves.items()}
 
 
-def draw_panel(left, title, curves, top, colors):
+def by_units(length):
+    """{curve: BLEU on sentences of a length, a row per seed, a column per size}."""
+    scores = {}
+    for run in read_lines("attention.jsonl"):
+        if "curve" in run:
+            column = UNITS.index(run["units"])
+            sets = {"": run["result"], ", on training sentences": run["train"]}
+            for name, result in sets.items():
+                cells = scores.setdefault(run["curve"] + name, [[] for _ in UNITS])
+                cells[column].append(result["bleu_by_length"][length])
+    return {curve: table(cells) for curve, cells in scores.items()}
+
+
+def table(columns):
+    """An array with the given columns of different lengths, filled with NaN."""
+    rows = itertools.zip_longest(*columns, fillvalue=np.nan)
+    return np.array(list(rows))
+
+
+def draw_panel(left, title, curves, ticks, colors, labels, below, scale=float):
     """A line per curve, the mean of its seeds, in a band from the worst seed to the best."""
 
     def x(k):
         return left + 30 + 62 * k
 
-    def y(bleu):
-        return 290 - 240 * bleu / top
+    def y(value):
+        low, high = scale(ticks[0]), scale(ticks[-1])
+        return 290 - 240 * (scale(value) - low) / (high - low)
 
-    def points(values):
-        return [f"{x(k):.0f},{y(value):.1f}" for k, value in enumerate(values)]
+    def points(columns, statistic):
+        return [f"{x(k):.0f},{y(statistic(v)):.1f}" for k, v in columns if len(v)]
 
     parts = [text(left, 24, title, BOLD)]
-    lengths = LENGTHS[: next(iter(curves.values())).shape[1]]
-    last = len(lengths) - 1
-    for bleu in range(0, top + 1, top // 5):
-        ends = f'x1="{left}" x2="{x(last) + 20}" y1="{y(bleu):.0f}" y2="{y(bleu):.0f}"'
+    last = len(labels) - 1
+    for tick in ticks:
+        ends = f'x1="{left}" x2="{x(last) + 20}" y1="{y(tick):.0f}" y2="{y(tick):.0f}"'
         parts.append(f'<line class="grid" {ends}/>')
-        parts.append(text(left - 6, y(bleu) + 4, str(bleu), TO_THE_LEFT))
-    for k, name in enumerate(lengths):
-        parts.append(text(x(k), 310, name, CENTERED))
-    parts.append(text(x(last / 2), 330, "words in the source sentence", CENTERED))
+        parts.append(text(left - 6, y(tick) + 4, f"{tick:,}", TO_THE_LEFT))
+    for k, name in enumerate(labels):
+        label = f"{name:,}" if isinstance(name, int) else name
+        parts.append(text(x(k), 310, label, CENTERED))
+    parts.append(text(x(last / 2), 330, below, CENTERED))
     for label, color in colors.items():
         if label not in curves:
             continue
-        table = curves[label]
-        band = " ".join(points(table.min(0)) + points(table.max(0))[::-1])
-        mean = " ".join(points(table.mean(0)))
+        columns = [(k, values[~np.isnan(values)]) for k, values in enumerate(curves[label].T)]
+        low, mean, high = (points(columns, statistic) for statistic in (np.min, np.mean, np.max))
+        band = " ".join(low + high[::-1])
         parts.append(f'<polygon points="{band}" fill="{color}" opacity="0.2"/>')
-        parts.append(f'<polyline points="{mean}" fill="none" stroke="{color}" stroke-width="2.5"/>')
+        line = f'fill="none" stroke="{color}" stroke-width="2.5"'
+        parts.append(f'<polyline points="{" ".join(mean)}" {line}/>')
     return parts
 
 
@@ -112,19 +151,57 @@ def draw_legend(colors, columns, rows):
 
 
 def draw_lengths():
-    parts = draw_panel(50, "BLEU on long", by_length("long.jsonl"), 100, CURVES)
+    below = "words in the source sentence"
+    long = by_length("long.jsonl")
+    parts = draw_panel(50, "BLEU on long", long, range(0, 101, 20), CURVES, LENGTHS, below)
     europarl = by_length("europarl.jsonl")
-    parts += draw_panel(490, "BLEU, Europarl English-French", europarl, 50, CURVES)
+    title = "BLEU, Europarl English-French"
+    parts += draw_panel(490, title, europarl, range(0, 51, 10), CURVES, LENGTHS, below)
     write_svg("length.svg", 940, 390, parts + draw_legend(CURVES, (60, 345, 600), rows=2))
 
 
 def draw_bottleneck():
-    runs = by_length("attention.jsonl")
-    parts = draw_legend(STEPS, (60, 215, 370), rows=1)
-    for left, title, script in ((50, "without", "seq2seq_lstm.py"), (300, "with", "luong.py")):
-        curves = {steps: runs[f"{script}, {steps}"] for steps in STEPS}
-        parts += draw_panel(left, f"BLEU {title} attention", curves, 100, STEPS)
-    write_svg("bottleneck.svg", 520, 365, parts)
+    parts = draw_legend(BOTTLENECK, (60, 240, 360), rows=1)
+    for left, length in ((50, "1-10"), (490, "21-30")):
+        title = f"BLEU on sentences of {length} words"
+        curves = by_units(length)
+        ticks = range(0, 101, 20)
+        parts += draw_panel(left, title, curves, ticks, BOTTLENECK, UNITS, "units")
+    write_svg("bottleneck.svg", 940, 365, parts)
+
+
+def draw_gradient():
+    log = read_lines("gradient.jsonl")
+    colors = {run["script"]: SCRIPTS[run["script"]] for run in log}
+    parts = draw_legend(colors, (60, 230, 360, 470), rows=1)
+    for left, state in ((60, "untrained"), (500, "trained")):
+        curves = {}
+        for run in log:
+            if run["state"] == state:
+                curves.setdefault(run["script"], []).append(run["gradient"])
+        curves = {script: np.array(rows) for script, rows in curves.items()}
+        ticks = (0.0001, 0.001, 0.01, 0.1, 1, 10)
+        below = "LSTM steps between target word and source word"
+        parts += draw_panel(left, state, curves, ticks, colors, STEPS, below, math.log)
+    write_svg("gradient.svg", 950, 365, parts)
+
+
+def draw_cost():
+    parts = draw_legend(SCRIPTS, (60, 230, 360, 470, 690), rows=1)
+    _, *log = read_lines("length.jsonl")
+    lengths = sorted({entry["n"] for entry in log})
+    panels = (
+        (60, "training, ms per 1,000 tokens", "ms_per_1000_tokens", (0.3, 1, 3, 10, 30, 100)),
+        (550, "greedy decoding of 64 sentences, ms per word", "ms_per_word", (0.1, 0.3, 1, 3, 10)),
+    )
+    for left, title, key, ticks in panels:
+        curves = {}
+        for entry in log:
+            curves.setdefault(entry["name"].strip("`"), []).append(entry[key])
+        curves = {name: np.array([values]) for name, values in curves.items()}
+        below = "words in the source, and in the target"
+        parts += draw_panel(left, title, curves, ticks, SCRIPTS, lengths, below, math.log)
+    write_svg("cost.svg", 1060, 365, parts)
 
 
 # ---- attention weights ---------------------------------------------------------------------------
@@ -250,6 +327,8 @@ if __name__ == "__main__":
         film()
     draw_bottleneck()
     draw_lengths()
+    draw_gradient()
+    draw_cost()
     draw_weights("alignment.svg", slice(4))
     draw_weights("learning.svg", slice(1, 4), 'dur="10s" repeatCount="3" calcMode="discrete"')
     (DOCS / "attention.html").write_text(page(), encoding="utf-8")

@@ -23,7 +23,7 @@ EncoderLayer are those of transformer.py (imported; in your own project, copy th
 From here to GPT: --model transformer is a decoder-only Transformer (Liu et al. 2018, arXiv
 1801.10198): source and target are one text, read by encoder layers with a causal mask. GPT (Radford
 et al. 2018) has 12 of them, pretrained on books, then fine-tuned for a task. GPT-2 (2019) is also
-tried without: the task is in the text, such as lines of "english = french", and BLEU is 5.
+tried without: the task is in the text, such as lines of "english = french".
 """
 
 import argparse

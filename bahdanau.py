@@ -71,7 +71,8 @@ class AdditiveAttention(nn.Module):
         return self.U_a(h)
 
     def forward(self, query, source, mask=None, keys=None):
-        """query (B,T,query), source (B,S,key), mask (B,S) -> context (B,T,key), alpha (B,T,S)."""
+        """query (B,T,query), source (B,S,key), mask bool (B,S), True at padding; keys: see keys().
+        Returns context (B,T,key) and alpha (B,T,S)."""
         assert query.ndim == 3, "query must be (B,T,query)"
         s, h = query, source  # the paper's symbols
         mask = torch.zeros_like(h[..., 0], dtype=torch.bool) if mask is None else mask

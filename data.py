@@ -44,6 +44,7 @@ SPECIALS = ["<pad>", "<s>", "</s>", "<unk>"]
 RANK = int(os.environ.get("RANK", 0))  # index of this process; torchrun sets RANK and WORLD_SIZE
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 CORPUS = Path(__file__).resolve().parent / "corpus"  # the built-in text
+GUIDE = "docs/troubleshooting.md"
 
 
 class InputError(Exception):
@@ -458,7 +459,7 @@ class Corpus:
         for file, share in zip(self.valid_files, unknown[2:]):
             if share > 0.2:
                 hint = "is it tokenized like the training text? are the files in the right order?"
-                progress(f"{file}: {share:.0%} of words unknown; {hint}")
+                progress(f"{file}: {share:.0%} of words unknown; {hint} see {GUIDE}")
         sizes = " and ".join(f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
         pairs = f"{len(self.train):,} pairs ({self.pairs_read - len(self.train):,} skipped)"
         return f"{pairs}, vocabularies of {sizes}, at most {max(unknown):.1%} of words unknown"
@@ -489,8 +490,8 @@ def report_unknown(sentences, vocabulary):
     unknown = [word for word in words if word not in vocabulary.ids]
     if unknown:
         message = f"unknown words ({len(unknown):,}): {' '.join(unknown[:10])}"
-        hint = f"({len(vocabulary.ids):,} are known; is the text tokenized like the training text?)"
-        print(message, hint, file=sys.stderr)
+        hint = "is the text tokenized like the training text?"
+        print(f"{message} ({len(vocabulary.ids):,} are known; {hint} see {GUIDE})", file=sys.stderr)
 
 
 def write(path, content):

@@ -60,7 +60,8 @@ from data import BOS, EOS, PAD, RANK, WORLD_SIZE
 
 class LuongAttention(nn.Module):
     """Global or local attention, 3.1 and 3.2: context, alpha = attention(query, source, mask).
-    Local attention and the location score need right padding; local-m needs the step number t."""
+    Local attention and the location score need right padding; local-m needs the step number t.
+    With local-p, the weights sum to less than 1, eq. (10)."""
 
     def __init__(self, hidden, score="general", attention="global", window=10, positions=101):
         super().__init__()
@@ -107,7 +108,7 @@ class LuongAttention(nn.Module):
         return lengths * torch.sigmoid(self.v_p(torch.tanh(self.W_p(h_t))))  # local-p, eq. (9)
 
     def forward(self, query, source, mask=None, keys=None, t=1):
-        """query (B,T,H) of decoder steps t, t + 1, ...; source (B,S,H), mask bool (B,S)."""
+        """query (B,T,H) of steps t, t + 1, ...; source (B,S,H), mask bool (B,S), True: padding."""
         assert query.ndim == 3, "query must be (B,T,H)"
         h_t, h_bar = query, source  # the paper's symbols
         mask = torch.zeros_like(h_bar[..., 0], dtype=torch.bool) if mask is None else mask

@@ -84,8 +84,8 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, query, source, mask=None, causal=False, need_alpha=False):
         """For use outside this script: the layers below call attend, to reuse keys and biases.
-        query (B,T,d_model), source (B,S,d_model), mask bool (B,S); causal: no later words (T = S).
-        alpha is (B,h,T,S), or None without need_alpha."""
+        query (B,T,d_model), source (B,S,d_model), mask bool (B,S), True at padding; causal (T = S):
+        no later words. alpha is (B,h,T,S), or None without need_alpha."""
         assert query.ndim == 3, "query must be (B,T,d_model)"
         assert not causal or query.size(1) == source.size(1), "causal attention needs T = S"
         mask = torch.zeros_like(source[..., 0], dtype=torch.bool) if mask is None else mask

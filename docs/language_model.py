@@ -27,14 +27,15 @@ tried without: the task is in the text, such as lines of "english = french".
 """
 
 import argparse
-import math
 import random
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # transformer.py and data.py
 
@@ -42,9 +43,8 @@ import data  # noqa: E402
 from data import BOS, EOS, PAD  # noqa: E402
 from transformer import Config, EncoderLayer, MultiHeadAttention, set_up_torch  # noqa: E402
 
-SPLITS = ("train", "valid", "test")
 MODELS = dict(lstm=0.004, attention=0.004, transformer=0.002)  # and their learning rates
-D, LAYERS, BATCH, WARMUP = 192, 4, 32, 200  # sizes and recipe
+D, LAYERS, BATCH, WARMUP, EVAL_EVERY = 192, 4, 32, 200, 500  # sizes and recipe
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PERPLEXITY = "perplexity of English {english:.2f}, of French {french:.3f}"
 # x tokens, h LSTM states, c context. Shapes: B batch, T length, D size, V vocabulary.
@@ -86,7 +86,7 @@ class DecoderOnly(nn.Module):
         angle = pos / 10000 ** (torch.arange(0, D, 2, device=x.device) / D)
         PE = torch.stack([angle.sin(), angle.cos()], -1).flatten(1)  # (T,D)
         future = torch.where(pos < pos.T, -torch.inf, 0.0)  # (T,T), a causal mask for all heads
-        x = self.E(x) * math.sqrt(D) + PE
+        x = self.E(x) * D**0.5 + PE
         for layer in self.layers:
             x = layer(x, future)
         return F.linear(x, self.E.weight)
@@ -111,16 +111,15 @@ def batches(texts, seed):
 
 
 def losses(model, x):  # (B,T+1) -> -log p of every token after the first (B,T), 0 at padding
-    logits = model(x[:, :-1])
-    return F.cross_entropy(logits.mT, x[:, 1:], ignore_index=PAD, reduction="none")
+    return F.cross_entropy(model(x[:, :-1]).mT, x[:, 1:], ignore_index=PAD, reduction="none")
 
 
 def train(args, texts, V):
-    """Trains a model; after every step, yields it."""
+    """Trains a model; after every step, yields it and the loss per word."""
     torch.manual_seed(args.seed)
     model = DecoderOnly(V) if args.model == "transformer" else Recurrent(V, args.model)
     optimizer = torch.optim.Adam(model.to(DEVICE).parameters(), fused=True)
-    for step, x in zip(range(1, args.steps + 1), batches(texts, args.seed)):
+    for step, x in zip(trange(1, args.steps + 1, disable=None), batches(texts, args.seed)):
         loss = losses(model.train(), x).sum() / (x[:, 1:] != PAD).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -128,7 +127,7 @@ def train(args, texts, V):
         scale = min(step / WARMUP, 1 - (step - 1) / args.steps)  # warm-up and linear decay
         optimizer.param_groups[0]["lr"] = MODELS[args.model] * scale
         optimizer.step()
-        yield model
+        yield model, loss.item()
 
 
 @torch.inference_mode()
@@ -145,55 +144,56 @@ def perplexities(model, texts):
 @torch.inference_mode()
 def translate(model, sentences, vocabulary):
     """Greedy continuations of "<s> english </s> <s>"; for a cache, see step in transformer.py."""
-    translations = [[] for _ in sentences]
+    translations = {}
     for n in set(map(len, sentences)):  # sentences of equal length need no padding
         start = n + 3  # of the French half
         rows = [k for k, sentence in enumerate(sentences) if len(sentence) == n]
-        texts = [[BOS, *vocabulary.encode(sentences[k]), EOS, BOS] for k in rows]
-        x = torch.tensor(texts, device=DEVICE)
+        x = pad([[BOS, *vocabulary.encode(sentences[k]), EOS, BOS] for k in rows])
         while x.size(1) < 2 * start + 50 and not (x[:, start:] == EOS).any(1).all():
             x = torch.cat([x, model.eval()(x)[:, -1:].argmax(-1)], 1)
-        for k, french in zip(rows, x[:, start:].tolist()):
-            translations[k] = vocabulary.decode(french)  # up to </s>
-    return translations
+        translations.update(zip(rows, map(vocabulary.decode, x[:, start:].tolist())))  # up to </s>
+    return [translations[k] for k in sorted(translations)]
 
 
-def run(args):
-    """Trains, reports like the scripts, and draws where the model with attention looked."""
-    set_up_torch()
-    pairs, valid, test = (list(data.read_pairs(*data.built_in(x))) for x in SPLITS)
-    vocabulary, _ = data.build_vocabularies(pairs, share=True)
-    texts, valid_texts, test_texts = (to_texts(x, vocabulary.encode) for x in (pairs, valid, test))
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = []
-    for step, model in enumerate(train(args, texts, len(vocabulary)), 1):
-        if step % 500 == 0 or step == args.steps:
-            log.append(dict(step=step) | perplexities(model, valid_texts))
-            (french,) = translate(model, [valid[0][0]], vocabulary)
-            data.progress(f"step {step}: validation {PERPLEXITY.format(**log[-1])}")
-            data.progress(f"    {' '.join(valid[0][0])} → {' '.join(french)}")
-    french = translate(model, [pair[0] for pair in test], vocabulary)
-    result = perplexities(model, test_texts) | data.scores([pair[:2] for pair in test], french)
-    data.write_log(args.out, [*log, result])
-    source, reference, _ = test[0]
-    print(*(" ".join(words) for words in (source, french[0], reference)), sep="\n")
-    if args.model == "attention":
-        model(pad(to_texts([(source, french[0])], vocabulary.encode))[:, :-1])
-        alpha = model.alpha[0, 0, len(source) + 2 :].numpy(force=True)  # when writing French
-        rows, columns = [*french[0], "</s>"], ["<s>", *source, "</s>", "<s>", *french[0]]
-        print(data.heatmap(columns, rows, alpha))
-        data.write(args.out / "attention.svg", data.svg(columns, rows, alpha).encode())
-    print(f"test set: {PERPLEXITY.format(**result)}, BLEU {result['bleu']:.2f}; see {args.out}/")
-
-
+@data.one_line_errors()
 def main():
+    """The command line: trains, reports like the scripts, draws where --model attention looked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="attention")
     parser.add_argument("--steps", type=int, default=3000, help="training steps [%(default)s]")
     parser.add_argument("--seed", type=int, default=1, help="of initialization and batches")
     parser.add_argument("--out", type=Path, default=Path("runs/language_model"), help="folder")
-    with data.one_line_errors():
-        run(parser.parse_args())
+    args = parser.parse_args()
+    set_up_torch()
+    args.out.mkdir(parents=True, exist_ok=True)
+    pairs, valid, test = ([*data.read_pairs(*data.built_in(x))] for x in ("train", "valid", "test"))
+    vocabulary, _ = data.build_vocabularies(pairs, share=True)
+    texts, valid_texts, test_texts = (to_texts(x, vocabulary.encode) for x in (pairs, valid, test))
+    log, train_losses = [], []
+    start = time.perf_counter()
+    for step, (model, loss) in enumerate(train(args, texts, len(vocabulary)), 1):
+        train_losses.append(loss)
+        if step % EVAL_EVERY == 0 or step == args.steps:
+            loss = torch.tensor(train_losses[-EVAL_EVERY:]).mean().item()
+            entry = dict(step=step, loss=loss) | perplexities(model, valid_texts)
+            log.append(entry | dict(seconds=time.perf_counter() - start))
+            data.write_log(args.out, log)
+            (french,) = translate(model, [valid[0][0]], vocabulary)
+            text = "step {step}, {seconds:.0f} s: train loss {loss:.3f}, validation " + PERPLEXITY
+            data.progress(text.format(**log[-1]))
+            data.progress(f"    {' '.join(valid[0][0])} → {' '.join(french)}")
+    french = translate(model, [pair[0] for pair in test], vocabulary)
+    result = perplexities(model, test_texts) | data.scores([pair[:2] for pair in test], french)
+    data.write_log(args.out, [*log, vars(args) | dict(out=str(args.out)) | result])
+    example = source, words, _ = test[0][0], french[0], test[0][1]
+    print("\nsource:    {}\nmodel:     {}\nreference: {}\n".format(*map(" ".join, example)))
+    if args.model == "attention":
+        model(pad(to_texts([example], vocabulary.encode))[:, :-1])
+        alpha = model.alpha[0, 0, len(source) + 2 :].numpy(force=True)  # when writing French
+        rows, columns = [*words, "</s>"], ["<s>", *source, "</s>", "<s>", *words]
+        print(f"{data.heatmap(columns, rows, alpha)}\n")
+        data.write(args.out / "attention.svg", data.svg(columns, rows, alpha).encode())
+    print(f"test set: {PERPLEXITY.format(**result)}, BLEU {result['bleu']:.2f}; see {args.out}/")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Xu et al. 2015, Show, Attend and Tell: Neural Image Caption Generation with Visu
 arXiv 1502.03044
 
 An example of using an attention class in another model: f_att is AdditiveAttention from
-bahdanau.py, unchanged (imported here; in your own project, copy it).
+bahdanau.py, unchanged (imported here; in your own project, copy it). Uses a GPU if there is one.
 
     alpha_ti = softmax_i(f_att(a_i, h_{t-1}))   weights, AdditiveAttention                 (4), (5)
     z_t = beta_t sum_i alpha_ti a_i          soft: weighted mean of annotations, gated  (13), 4.2.1
@@ -20,8 +20,7 @@ bahdanau.py, unchanged (imported here; in your own project, copy it).
 
     python docs/show_attend_tell.py                     95% of captions right, 1.3 min, 2 x86 cores
     python docs/show_attend_tell.py --attention hard    90% right; with --steps 3600, 95%
-
-The script uses a GPU if there is one, and draws where the model looked: runs/show_attend_tell.svg.
+    runs/show_attend_tell/attention.svg                 where the model looked, for one test image
 
 Deviations from the paper
 - Images are generated. A small CNN with batch normalization, trained jointly, replaces the
@@ -30,10 +29,9 @@ Deviations from the paper
   show only background. The authors' code has lambda = 64/196 = 0.33: with a weight of 1, it
   averages log p over a batch of 64 images, but sums the penalty over them and averages it over the
   196 locations. We tuned lambda_r and lambda_e on our images.
-- Hard attention takes the most probable location at test time, so that captions are reproducible.
-  beta_t gates only soft attention, as in the paper; the authors' code gates hard attention, too.
-- With hard attention, the first half of every batch has s_t = alpha_t; the paper decides this with
-  probability 0.5 for every image.
+- With hard attention, the first half of every batch has s_t = alpha_t (in the paper, every image
+  with probability 0.5). Testing takes the most probable location: captions are reproducible.
+- beta_t gates only soft attention, as in the paper; the authors' code gates hard attention, too.
 - To train in minutes: smaller, one-layer f_init, no dropout or early stopping, batches that mix
   caption lengths, warm-up, clipping, greedy decoding.
 """
@@ -41,9 +39,9 @@ Deviations from the paper
 import argparse
 import dataclasses
 import inspect
-import json
 import re
 import sys
+import time
 import typing
 import zlib
 from pathlib import Path
@@ -53,21 +51,21 @@ import torch
 import torch.nn as nn
 from tqdm import trange
 
-# bahdanau.py and data.py are in the folder above.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bahdanau.py and data.py
 
 import data  # noqa: E402
 from bahdanau import AdditiveAttention  # noqa: E402
 from data import BOS, EOS, PAD  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCORES = "captions exactly right {exact:.1f}%, BLEU {bleu:.2f}"
 
 
 @dataclasses.dataclass
 class Config:
     # fmt: off
     # model
-    attention: typing.Literal["soft", "hard", "mean"] = "soft"  # mean: equal weights
+    attention: typing.Literal["soft", "hard", "mean"] = "soft"  # soft, hard or mean (equal weights)
     features: int = 64         # size of an annotation vector (D)
     emb: int = 64              # embedding size (m)
     hidden: int = 128          # units of the LSTM (n)
@@ -84,6 +82,7 @@ class Config:
     steps: int = 1800          # training steps
     eval_every: int = 300      # steps between validations
     seed: int = 1              # random seed of initialization, batches and sampling
+    out: str = "runs/show_attend_tell"  # folder of log.jsonl and attention.svg
     # fmt: on
 
 
@@ -235,7 +234,6 @@ def evaluate(model, scenes):
     images, tgt = to_tensors(scenes)
     hypotheses = [VOCABULARY.decode(row) for row in greedy(model, images)[0].tolist()]
     references = [scene.words for scene in scenes]
-    exact = [hyp == ref for hyp, ref in zip(hypotheses, references)]
     _, _, s = model.eval()(images, tgt[:, :-1])
     points = []
     for scene, looks in zip(scenes, s.cpu().numpy()):
@@ -243,10 +241,10 @@ def evaluate(model, scenes):
             if word in COLORS or word in SHAPES:
                 cells = scene.regions[owner].reshape(GRID, 6, GRID, 6).any((1, 3)).ravel()
                 points.append((look @ cells, cells[look.argmax()], cells.mean()))
-    pointing, argmax, chance = 100 * np.mean(points, 0)
-    scores = dict(exact=100 * np.mean(exact), bleu=data.bleu(hypotheses, references))
-    scores |= dict(pointing=pointing, argmax=argmax, chance=chance)
-    return {name: round(float(score), 2) for name, score in scores.items()}
+    exact = np.mean([hyp == ref for hyp, ref in zip(hypotheses, references)])
+    scores = 100 * exact, data.bleu(hypotheses, references), *100 * np.mean(points, 0)
+    names = "exact", "bleu", "pointing", "argmax", "chance"
+    return {name: round(float(score), 2) for name, score in zip(names, scores)}
 
 
 # ---- scenes: objects on a noisy background, named from left to right ----
@@ -329,49 +327,51 @@ def to_tensors(scenes):
 
 def picture(image, words, s):
     """An SVG with the image once per word, darkened except where the model looked, s (T,L)."""
+    colors = enumerate(zip(*image.reshape(3, -1).tolist()))
+    pixels = [f'<path d="M{k % SIZE} {k // SIZE}h1v1h-1z" fill="rgb{rgb}"/>' for k, rgb in colors]
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{110 * len(words)}" height="130">']
-    parts.append('<defs><g id="image" shape-rendering="crispEdges">')
-    for k, (r, g, b) in enumerate(image.reshape(3, -1).T.tolist()):  # one pixel
-        pixel = f'x="{k % SIZE}" y="{k // SIZE}" width="1" height="1" fill="rgb({r},{g},{b})"'
-        parts.append(f"<rect {pixel}/>")
-    parts.append("</g></defs>")
+    parts += ['<defs><g id="image" shape-rendering="crispEdges">', *pixels, "</g></defs>"]
     for k, (word, weights) in enumerate(zip(words, s)):
-        shift = f"translate({110 * k + 7},7) scale(2)"
-        parts.append(f'<g transform="{shift}"><use href="#image"/>')
-        for cell, weight in enumerate(weights / weights.max()):
-            x, y = 6 * (cell % GRID), 6 * (cell // GRID)
-            opacity = f"{0.7 * (1 - weight):.2f}"
-            parts.append(f'<rect x="{x}" y="{y}" width="6" height="6" opacity="{opacity}"/>')
+        parts.append(f'<g transform="translate({110 * k + 7},7) scale(2)"><use href="#image"/>')
+        for (y, x), weight in np.ndenumerate(weights.reshape(GRID, GRID) / weights.max()):
+            parts.append(f'<path d="M{6 * x} {6 * y}h6v6h-6z" opacity="{0.7 * (1 - weight):.2f}"/>')
         parts.append(f'<text x="24" y="58" text-anchor="middle" font-size="8">{word}</text></g>')
     return "\n".join([*parts, "</svg>\n"])
 
 
+@data.one_line_errors()
 def main():
-    """The command line: trains, prints the scores as lines of JSON, then describes an image."""
+    """The command line: trains, reports like the scripts, and draws where the model looked."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.splitlines()[0])
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)", inspect.getsource(Config), re.M))
-    for field in dataclasses.fields(Config):
-        kind = dict(type=field.type)
-        if field.name == "attention":
-            kind = dict(choices=typing.get_args(field.type))
-        flag = "--" + field.name.replace("_", "-")
-        text = comments[field.name] + " [%(default)s]"
-        parser.add_argument(flag, default=field.default, help=text, **kind)
+    for name, default in vars(Config()).items():
+        options = dict(type=type(default), default=default, help=f"{comments[name]} [{default}]")
+        parser.add_argument("--" + name.replace("_", "-"), **options)
     cfg = Config(**vars(parser.parse_args()))
-    with data.one_line_errors():
-        data.check(cfg, seed=(0, float("inf")), features=(3, float("inf")))
-    valid = make_scenes(500, "valid")
+    data.check(cfg, seed=(0, float("inf")), features=(3, float("inf")))
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)
+    valid, test = make_scenes(500, "valid"), make_scenes(1000, "test")
+    log = []
+    start = time.perf_counter()
     for step, (model, loss) in enumerate(train(cfg), 1):
-        if step % cfg.eval_every == 0:
-            print(json.dumps(dict(step=step, loss=loss, **evaluate(model, valid))), flush=True)
-    test = make_scenes(1000, "test")
-    print(json.dumps(vars(cfg) | evaluate(model, test)))
+        if step % cfg.eval_every == 0 or step == cfg.steps:
+            entry = dict(step=step, loss=loss) | evaluate(model, valid)
+            log.append(entry | dict(seconds=time.perf_counter() - start))
+            data.write_log(out, log)
+            tokens, _ = greedy(model, to_tensors(valid[:1])[0])
+            words = VOCABULARY.decode(tokens[0].tolist())
+            text = "step {step}, {seconds:.0f} s: train loss {loss:.3f}, validation " + SCORES
+            data.progress(text.format(**log[-1]))
+            data.progress(f"    {' '.join(valid[0].words)} → {' '.join(words)}")
+    result = evaluate(model, test)
+    data.write_log(out, [*log, vars(cfg) | result])
     tokens, s = greedy(model, to_tensors(test[2:3])[0])
     words = VOCABULARY.decode(tokens[0].tolist())
-    path = Path("runs", "show_attend_tell.svg")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(picture(test[2].image, words, s[0].cpu().numpy()), encoding="utf-8")
-    print(" ".join(words), f"(where it looked for each word: {path})", sep="\n")
+    data.write(out / "attention.svg", picture(test[2].image, words, s[0].cpu().numpy()).encode())
+    print(f"\nmodel:     {' '.join(words)}\nreference: {' '.join(test[2].words)}\n")
+    text = SCORES + ", attention on the object named {pointing:.0f}% (chance {chance:.0f}%)"
+    print(f"test set: {text.format(**result)}\nwhere the model looked: {out}/attention.svg")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import chain, combinations, product
+from itertools import chain, combinations, islice, product
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ from data import BOS, EOS  # noqa: E402
 torch.set_num_threads(1)  # the models are tiny
 torch.backends.mkldnn.set_flags(False)  # as the scripts do on ARM
 
-UPDATE_LINKS = "run: pip install -r docs/make/requirements.txt && python docs/make/papers.py"
+UPDATE_LINKS = "run: pip install -r docs/make/requirements.txt && python docs/make/pages.py"
 UPDATE_PAGE = "run: python docs/make/draw.py"
 
 
@@ -61,19 +61,12 @@ def test_links_to_code():
         assert found, f"{page.name}: {file}, line {line} is not {code}; {UPDATE_LINKS}"
 
 
-def test_line_counts():
-    """README has the length of every model and script, and the lines of bahdanau.py's model."""
-    text = read(ROOT / "README.md")
-    for row in re.findall(r"^\| \[`\w+\.py`\].*", text, re.M):
-        (name,) = re.findall(r"^\| \[`(\w+\.py)`", row)
-        lines = read(ROOT / name).splitlines()
-        first = next(n for n, line in enumerate(lines, 1) if line.startswith("class "))
-        last = lines.index("@dataclasses.dataclass") - 2
-        want = f"| {last - first + 1} / {len(lines)} |"
-        assert want in row, f"README: {name} has {want}"
-        if name == "bahdanau.py":
-            want = f"[lines {first} to {last} of `{name}`]({name}#L{first}-L{last})"
-            assert want in text, f"README: {name} has {want}"
+def test_model_lines():
+    """README's link to the model in bahdanau.py covers all classes of the model."""
+    lines = read(ROOT / "bahdanau.py").splitlines()
+    first = next(n for n, line in enumerate(lines, 1) if line.startswith("class "))
+    last = lines.index("@dataclasses.dataclass") - 2
+    assert f"bahdanau.py#L{first}-L{last})" in read(ROOT / "README.md")
 
 
 def test_attention_page():
@@ -86,12 +79,20 @@ def test_attention_page():
     assert all(pair["said"] == pair["target"] for pair in film["twins"]["sentences"])
 
 
-def test_papers_page():
-    """papers.html is what papers.py builds from equations.md and the code."""
-    pytest.importorskip("latex2mathml", reason="pip install -r docs/make/requirements.txt")
-    import papers
+def test_pages():
+    """Every page is what pages.py makes of the Markdown files and the code, and its links lead to
+    a page or a file, and to a heading or a line that is there."""
+    pytest.importorskip("mdit_py_plugins", reason="pip install -r docs/make/requirements.txt")
+    import pages
 
-    assert papers.build() == read(DOCS / "papers.html"), UPDATE_LINKS
+    for name, page in pages.build().items():
+        assert page == read(DOCS / name), f"{name}; {UPDATE_LINKS}"
+    for page in DOCS.glob("*.html"):
+        for path, anchor in re.findall(r'href="(?!\w+:)([^"#]*)#?([^"]*)"', read(page)):
+            target = DOCS / path if path else page
+            assert target.exists() and target.suffix != ".md", f"{page.name}: {path}"
+            is_there = target.suffix != ".html" or f' id="{anchor}"' in read(target)
+            assert is_there or not anchor, f"{page.name}: {path}#{anchor}"
 
 
 def test_speed():
@@ -100,7 +101,7 @@ def test_speed():
 
     text = read(DOCS / "speed.md")
     found = re.findall(r"^\|.*\|$", text, re.M)
-    want = list(compare.tables(compare.read_logs()))
+    want = list(compare.tables())
     assert found == want, "run: python docs/make/compare.py tables"
 
 
@@ -273,7 +274,7 @@ def test_language_model(kind):
     vocabulary, _ = data.build_vocabularies(pairs, share=True)
     texts = language_model.to_texts(pairs, vocabulary.encode)
     args = argparse.Namespace(model=kind, steps=200, seed=1)
-    *_, model = language_model.train(args, texts, len(vocabulary))
+    *_, (model, _) = language_model.train(args, texts, len(vocabulary))
     sources, targets = map(list, zip(*pairs))
     assert language_model.translate(model, sources, vocabulary) == targets
     x = language_model.pad(texts)
@@ -308,3 +309,20 @@ def test_language_model(kind):
                 losses[half].append(-row[t][y])
     want = {half: math.exp(sum(values) / len(values)) for half, values in losses.items()}
     assert language_model.perplexities(model, texts) == pytest.approx(want)
+
+
+# ---- the command lines of both scripts -----------------------------------------------------------
+@pytest.mark.parametrize("script", [captions, language_model])
+def test_language_and_captions_commands(monkeypatch, capsys, tmp_path, script):
+    """On little text and few scenes: progress, labeled lines, a log and a picture."""
+    make_scenes, read_pairs = captions.make_scenes, data.read_pairs
+    monkeypatch.setattr(captions, "make_scenes", lambda _, split: make_scenes(20, split))
+    monkeypatch.setattr(data, "read_pairs", lambda *files: islice(read_pairs(*files), 20))
+    monkeypatch.setattr(sys, "argv", ["script", "--steps", "3", "--out", f"{tmp_path}/new/run"])
+    script.main()
+    printed, progress = capsys.readouterr()
+    assert re.search(r"step 3, \d+ s: train loss \d.*\n    .+ → ", progress)
+    assert re.search(r"\nmodel: .*\nreference: (?s:.*)\ntest set: ", printed)
+    entry, result = map(json.loads, read(tmp_path / "new/run/log.jsonl").splitlines())
+    assert (entry["step"], result["steps"]) == (3, 3) and "bleu" in result
+    assert read(tmp_path / "new/run/attention.svg").startswith("<svg")

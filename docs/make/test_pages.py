@@ -1,4 +1,4 @@
-"""Tests of index.html, attention.html and papers.html in a real browser, at three widths.
+"""Tests of the pages in a real browser, at three widths.
 
 pip install -r docs/make/requirements.txt && python -m pytest -q docs/make/test_pages.py
 
@@ -8,7 +8,6 @@ are skipped.
 
 import itertools
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ webdriver = pytest.importorskip("selenium.webdriver", reason=NEEDS_SELENIUM)
 DOCS = Path(__file__).resolve().parent.parent
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 WIDTHS = (420, 1000, 1280)
+BY_HAND = "setInterval = (next) => (tick = next); clearInterval = () => (tick = null);"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,8 @@ def driver():
     for flag in FLAGS:
         options.add_argument(flag)
     with webdriver.Chrome(options, webdriver.ChromeService(service)) as driver:
+        driver.implicitly_wait(10)
+        driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", dict(source=BY_HAND))
         yield driver
 
 
@@ -70,24 +72,38 @@ def find(browser, selector):
 
 
 def test_index(browser):
-    """index.html: the image is there, and every link leads to a file."""
+    """index.html: the image is there, and all links lead to pages."""
     open_page(browser, "index.html")
     assert min(each(browser, "img", "e.naturalWidth")) > 0
     links = each(browser, "a", "e.getAttribute('href')")
-    assert [link for link in links if not (DOCS / link).exists()] == []
+    assert len(links) >= 8 and {Path(link).suffix for link in links} == {".html"}
+
+
+def test_guides(browser):
+    """Every page made from Markdown fits, and so do its folded parts; its images are there."""
+    for source in ["README.md", *DOCS.glob("*.md")]:
+        open_page(browser, Path(source).stem.lower() + ".html")
+        each(browser, "details", "e.open = true")
+        assert_fits(browser)
+        assert all(each(browser, "img", "e.naturalWidth")), f"{source}: no image"
 
 
 def test_attention(browser):
-    """attention.html: the two films play, and "it" attends to another noun."""
+    """attention.html: each film plays once when it is in view, and "it" attends to another noun."""
     open_page(browser, "attention.html")
-    for name in ("", "-captions"):
-        clock = find(browser, f"#clock{name}")
-        trained = clock.text
-        find(browser, f"#step{name}").send_keys(webdriver.Keys.HOME)
-        start = clock.text
-        find(browser, f"#play{name}").click()
-        time.sleep(1.5)
-        assert len({trained, start, clock.text}) == 3
+    assert each(browser, "#descriptions button") == ["play"]
+    for film in ("translations", "descriptions"):
+        browser.execute_script(f"{film}.scrollIntoView({{block: 'center'}})")
+        button = browser.find_element("xpath", f"//*[@id='{film}']/button[.='stop']")  # it plays
+        slider = find(browser, f"#{film} input")
+        last = slider.get_property("max")
+        for _ in range(int(last)):
+            browser.execute_script("tick()")  # what the timer would call
+        assert (slider.get_property("value"), button.text) == (last, "play")
+        button.click()
+        assert (slider.get_property("value"), button.text) == ("0", "stop")
+        slider.send_keys(webdriver.Keys.RIGHT)
+        assert (slider.get_property("value"), button.text) == ("1", "play")
     for ending, pronoun in (("first", "il"), ("last", "elle")):
         find(browser, f"#endings button:{ending}-child").click()
         assert f" {pronoun} était trop" in find(browser, "#twin-said [lang]").text
@@ -95,19 +111,16 @@ def test_attention(browser):
 
 
 def test_papers(browser):
-    """papers.html cuts no heading and no equation, in any tab and for any two papers."""
-    open_page(browser, "papers.html#luong")
+    """papers.html opens at bahdanau; no paper or pair of papers has a cut heading or equation."""
+    open_page(browser, "papers.html")
+    assert each(browser, "article:not([hidden])", "e.id") == ["bahdanau"]
     names = each(browser, "article", "e.id")
     pairs = ["+".join(pair) for pair in itertools.combinations(names[:-1], 2)]
-    each(browser, "#luong .eq a", "e.focus()")
+    each(browser, "#bahdanau .eq a", "e.focus()")
     assert len(each(browser, ".lit")) >= 2  # an equation and its line
     for place in names + pairs:
-        browser.execute_script(
-            """scrollTo(0, 9999);
-            location.hash = arguments[0];
-            dispatchEvent(new Event("hashchange")); // so that the page need not be awaited""",
-            place,
-        )
+        browser.execute_script("scrollTo(0, 9999); location.hash = arguments[0]", place)
+        browser.execute_script("dispatchEvent(new Event('hashchange'))")  # rather than wait for it
         first, *_ = place.split("+")
         top, *_ = each(browser, f"#{first} h2", "e.getBoundingClientRect().top")
         bottom, *_ = each(browser, "nav", "e.getBoundingClientRect().bottom")

@@ -35,27 +35,21 @@ la vache n' a pas traversé le parc parce qu' il était trop dangereux .
 le chien n' a pas traversé la forêt parce qu' il était trop fatigué .
 le chien n' a pas traversé la forêt parce qu' elle était trop dangereuse .
 """
+SOURCES = [ENGLISH.format(*nouns, end) for nouns in NOUNS for end in ("tired", "dangerous")]
+TARGETS = FRENCH.strip().split("\n")  # sentences 2n and 2n + 1 differ only in the adjective
 
 
 class BecauseGrammar(Grammar):
     """Generates sentences such as "the big dog saw a park because it was very dark ."."""
 
     def pick(self, key):
-        if key == "joint":
-            return ["because", "parce+que"]
-        if key == "subjects":
-            return "animal"
-        if key == "does animal":
-            return "quality" if "because" in self.english else "ground"
-        if key == "does ground":
-            return "quality"
-        return super().pick(key)
-
-
-def twin_pairs():
-    """The six test sentences and their reference translations, the two of a pair in a row."""
-    sources = [ENGLISH.format(*nouns, end) for nouns in NOUNS for end in ("tired", "dangerous")]
-    return list(zip(sources, FRENCH.strip().split("\n")))
+        choices = {
+            "joint": ["because", "parce+que"],
+            "subjects": "animal",
+            "does ground": "quality",
+        }
+        choices["does animal"] = "quality" if "because" in self.english else "ground"
+        return choices[key] if key in choices else super().pick(key)
 
 
 def is_held_out(source):
@@ -76,70 +70,47 @@ def because_it(n, max_len=30):
     return pairs
 
 
+def prepare(script, **flags):
+    """The built-in corpus and an untrained model, as in main of the scripts."""
+    torch.backends.mkldnn.set_flags(False)  # as main does on ARM
+    cfg = script.Config(**flags)
+    corpus = data.Corpus(cfg, train=None, valid=None, saved={})
+    cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
+    torch.manual_seed(cfg.seed)
+    return corpus, script.Model(cfg)
+
+
 def train(out, seed):
     """Trains the default transformer.py, but for 6,000 steps and with the added sentences."""
-    torch.backends.mkldnn.set_flags(False)  # as transformer.main does on ARM
-    cfg = transformer.Config(steps=6000, seed=seed)
-    corpus = data.Corpus(cfg, train=None, valid=None, saved={})  # the built-in corpus
+    corpus, model = prepare(transformer, steps=6000, seed=seed)
     text = data.read_pairs(*data.built_in("train"))
     pairs = [pair for pair in text if not is_held_out(pair[0])]
     corpus.train = data.Bitext(pairs + because_it(4000), corpus.vocabularies)
-    cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
-    torch.manual_seed(cfg.seed)
-    model = transformer.Model(cfg)
     out.mkdir(parents=True)
     transformer.train(out, corpus, model, saved={})
 
 
-def translate(model, vocabularies, source, other=None, swapped=None):
-    """The translation and the encoder's weights (layers,h,S,S).
-
-    In the head `swapped` (layer, head), "it" uses the weights of another sentence.
-    """
+def translate(model, vocabularies, source, head=None, row=None):
+    """The translation and the encoder's weights (layers,h,S,S). In the given head (layer, head),
+    "it" uses the weights `row` instead of its own."""
     weights = []
 
     def attend(attention, x, KV, bias):  # replaces attend of an encoder layer's self-attention
         alpha = type(attention).attend(attention, x, KV, bias, need_alpha=True)[1]  # (1,h,S,S)
-        if swapped and swapped[0] == len(weights):
-            alpha[0, swapped[1], IT] = other[swapped][IT]
+        if head and head[0] == len(weights):
+            alpha[0, head[1], IT] = row
         weights.append(alpha[0])
         V = KV[:, :, 1].transpose(1, 2)  # (1,h,S,d_k)
         return attention.W_O((alpha @ V).transpose(1, 2).flatten(2)), None
 
-    layers = [layer.self_attention for layer in model.encoder]
-    for attention in layers:
-        attention.attend = partial(attend, attention)
+    for layer in model.encoder:
+        layer.self_attention.attend = partial(attend, layer.self_attention)
     (words,) = transformer.translate(model, [source], vocabularies)
-    for attention in layers:
-        del attention.attend
     return " ".join(words), torch.stack(weights)
 
 
-def moved(weights):
-    """(layers,h): how much weight of "it" moves from the animal to the place, 0 to 1, on average.
-
-    The weights are those of all test sentences, (6,layers,h,S,S).
-    """
-    tired, dangerous = weights[::2, ..., IT, :], weights[1::2, ..., IT, :]  # (3,layers,h,S)
-    leaves = tired[..., ANIMAL] - dangerous[..., ANIMAL]
-    arrives = dangerous[..., PLACE] - tired[..., PLACE]
-    return ((leaves + arrives) / 2).mean(0)
-
-
-def count_swaps(model, vocabularies, weights, head):
-    """In how many test sentences "it" becomes the pronoun of the other sentence of the pair if, in
-    the given head, it uses the weights of that other sentence."""
-    pairs = twin_pairs()
-    count = 0
-    for n, (source, _) in enumerate(pairs):
-        said, _ = translate(model, vocabularies, source, weights[n ^ 1], head)
-        count += pronoun(said) == pronoun(pairs[n ^ 1][1])
-    return count
-
-
 def pronoun(french):  # the word after "parce qu'"
-    _, _, rest = french.partition("parce qu' ")
-    return rest.split(" ")[0]
+    return french.partition("parce qu' ")[2].split(" ")[0]
 
 
 def record(out, seed):
@@ -147,27 +118,28 @@ def record(out, seed):
     if not out.exists():
         train(out, seed)
     model, vocabularies = transformer.load(out)
-    sentences, weights = [], []
-    for source, target in twin_pairs():
-        said, alpha = translate(model, vocabularies, source)
-        weights.append(alpha)
-        layers = [[as_text(head.numpy()) for head in layer] for layer in alpha]
-        sentences.append(dict(source=source, target=target, said=said, layers=layers))
-    weights = torch.stack(weights)
-    shares = moved(weights)
-    deciding = divmod(shares.argmax().item(), model.cfg.heads)  # the head that moves most
-    swaps = count_swaps(model, vocabularies, weights, deciding)
-    reading = 0, weights[:, 0, :, IT, ADJECTIVE].mean(0).argmax().item()  # in the first layer
-    moves = [[round(share, 3) for share in layer] for layer in shares.tolist()]
+    said, weights = zip(*(translate(model, vocabularies, source) for source in SOURCES))
+    it = torch.stack(weights)[..., IT, :]  # (6,layers,h,S)
+    # How much weight moves from the animal to the place, 0 to 1, on average.
+    change = it[1::2] - it[::2]
+    moved = ((change[..., PLACE] - change[..., ANIMAL]) / 2).mean(0)  # (layers,h)
+    deciding = divmod(moved.argmax().item(), model.cfg.heads)  # the head that moves most
+    reading = 0, it[:, 0, :, ADJECTIVE].mean(0).argmax().item()  # in the first layer
+    swaps = 0  # how often "it" becomes the other pronoun with the weights of the other sentence
+    for n, source in enumerate(SOURCES):
+        other, _ = translate(model, vocabularies, source, deciding, it[n ^ 1][deciding])
+        swaps += pronoun(other) == pronoun(TARGETS[n ^ 1])
+    sentences = []
+    for source, target, french, layers in zip(SOURCES, TARGETS, said, weights):
+        layers = [[as_text(head.numpy()) for head in layer] for layer in layers]
+        sentences.append(dict(source=source, target=target, said=french, layers=layers))
+    moves = [[round(share, 3) for share in layer] for layer in moved.tolist()]
     return dict(sentences=sentences, moved=moves, shown=[deciding, reading], swaps=swaps)
 
 
-def main(seed):
+if __name__ == "__main__":
+    seed = int(sys.argv[1])
     found = record(Path("runs") / f"twins-{seed}", seed)
     correct = sum(pair["said"] == pair["target"] for pair in found["sentences"])
     line = dict(moved=found["moved"], head=found["shown"][0], correct=correct, swaps=found["swaps"])
     print(json.dumps(dict(seed=seed) | line))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

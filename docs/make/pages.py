@@ -1,15 +1,17 @@
-"""Updates the line numbers in the documentation, then builds papers.html from equations.md.
+"""Updates the line numbers in the documentation, then makes its pages from the Markdown files.
 
-pip install -r docs/make/requirements.txt && python docs/make/papers.py
+pip install -r docs/make/requirements.txt && python docs/make/pages.py
 
 A link such as [`alpha = ...`](../bahdanau.py#L134) quotes the code of its line, so that its number
 can be recomputed when the code moves. It means the first line of the file that contains the code.
 
-A "##" section of equations.md whose "###" headings link to a script becomes a paper of the page.
+Every Markdown file becomes a page. In papers.html, a "##" section of equations.md whose "###"
+headings link to a script becomes a paper beside its code.
 """
 
 import html
 import itertools
+import os
 import re
 import sys
 from pathlib import Path
@@ -17,11 +19,14 @@ from pathlib import Path
 import pygments
 from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
+from mdit_py_plugins.anchors import anchors_plugin
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
 MAKE = Path(__file__).resolve().parent
 DOCS = MAKE.parent
+ROOT = DOCS.parent
+SOURCES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)#L(\d+)\)")
 FORMULA = re.compile(r"^```math\n(.+?)\n```\n\n", re.M | re.S)
 EQUATION = re.compile(
@@ -100,13 +105,15 @@ def equation(match):
 
 
 def highlight(code, language, _=""):
-    """HTML of code. To keep the page small, only what papers_template.html colors is marked."""
-    out = pygments.highlight(code, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
+    """HTML of code. To keep the pages small, only what style.css colors is marked."""
+    lexer = get_lexer_by_name(language or "text")
+    out = pygments.highlight(code, lexer, HtmlFormatter(nowrap=True))
     out = re.sub(r'<span class="(?!c|g|k|m|s|nf|nc|fm|ow)\w+">(.*?)</span>', r"\1", out)
     return re.sub(r'\.<span class="fm">(\w+)</span>', r".\1", out)  # calls: super().__init__()
 
 
 MARKDOWN = MarkdownIt(options_update=dict(highlight=highlight)).enable("table")
+MARKDOWN.use(anchors_plugin, max_level=4)  # the ids that GitHub gives to headings
 
 
 def to_html(text):
@@ -181,7 +188,7 @@ def paper(title, body, linked, notation):
     return path.stem, f'<article id="{path.stem}">' + "\n".join(out) + "</article>"
 
 
-def build():
+def papers_page():
     """papers.html: the equations and the code, in the template."""
     tabs, articles, notes = [], [], []
     text = (DOCS / "equations.md").read_text(encoding="utf-8")
@@ -202,12 +209,58 @@ def build():
     return page
 
 
+# ---- the other pages ----------------------------------------------------------------------------
+
+
+def page_name(source):
+    return f"{source.stem.lower()}.html"
+
+
+def link_pages(text, source, ids):
+    """Links of a Markdown file: a Markdown file becomes its page, code its place in papers.html."""
+
+    def replace(match):
+        attribute, path, anchor = match[1], match[2] or source.name, match[3] or ""
+        if path == source.name and anchor[1:] in ids:
+            return f'{attribute}="{anchor}"'
+        target = (source.parent / path).resolve()
+        if target in SOURCES:
+            return f'{attribute}="{page_name(target)}{anchor}"'
+        for name in (target.stem + anchor.replace("#", "-"), target.stem):
+            if target.suffix == ".py" and name in ids:
+                return f'{attribute}="papers.html#{name}"'
+        return f'{attribute}="{os.path.relpath(target, DOCS)}{anchor}"'
+
+    return re.sub(r'\b(href|src|srcset)="(?!\w+:)([^"#]*)(#[^"]*)?"', replace, text)
+
+
+def guide(source, ids):
+    """The page of a Markdown file, in the template."""
+    text = source.read_text(encoding="utf-8")
+    title = re.search("^# (.+)", text)[1]
+    text = FORMULA.sub(lambda match: f'<div class="formula">{displayed(match[1])}</div>\n\n', text)
+    text = re.sub(r"\$`(.+?)`\$", lambda match: mathml(match[1]), text)
+    page = (MAKE / "guide_template.html").read_text(encoding="utf-8")
+    page = page.replace(f'href="{page_name(source)}"', 'aria-current="page"')
+    body = link_pages(MARKDOWN.render(text), source, ids)
+    return page.replace("<!-- title -->", title).replace("<!-- body -->", body)
+
+
+def build():
+    """{name: HTML} of all pages that are made from Markdown."""
+    papers = papers_page()
+    ids = set(re.findall(' id="(.+?)"', papers))
+    papers = link_pages(papers, DOCS / "equations.md", ids)
+    guides = {page_name(source): guide(source, ids) for source in SOURCES}
+    return {"papers.html": papers} | guides
+
+
 def main():
-    pages = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
-    missing = [error for page in pages for error in update_links(page)]
+    missing = [error for source in SOURCES for error in update_links(source)]
     if missing:
         sys.exit("\n".join(missing))
-    (DOCS / "papers.html").write_text(build(), encoding="utf-8")
+    for name, page in build().items():
+        (DOCS / name).write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

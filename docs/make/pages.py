@@ -217,7 +217,7 @@ def page_name(source):
 
 
 def link_pages(text, source, ids):
-    """Links of a Markdown file: a Markdown file becomes its page, code its place in papers.html."""
+    """Replaces links to Markdown files by links to pages, to code by links to papers.html."""
 
     def replace(match):
         attribute, path, anchor = match[1], match[2] or source.name, match[3] or ""

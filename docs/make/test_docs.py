@@ -80,8 +80,7 @@ def test_attention_page():
 
 
 def test_pages():
-    """Every page is what pages.py makes of the Markdown files and the code, and its links lead to
-    a page or a file, and to a heading or a line that is there."""
+    """The pages are what pages.py makes, and no link of any page is dead or leads to Markdown."""
     pytest.importorskip("mdit_py_plugins", reason="pip install -r docs/make/requirements.txt")
     import pages
 

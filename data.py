@@ -446,7 +446,7 @@ class Corpus:
         for side in self.train.tokens:
             self.checksum = zlib.crc32(side, self.checksum)
         if saved and saved["checksum"] != self.checksum:
-            raise InputError("the text has changed since this run started; start a new one")
+            raise InputError("the text has changed since this run started; choose another --out")
 
     def to_save(self):  # what --resume needs; passed to __init__ as saved
         words = [vocabulary.words for vocabulary in self.vocabularies]
@@ -486,12 +486,15 @@ def read_stdin(vocabulary):
 
 
 def report_unknown(sentences, vocabulary):
-    words = dict.fromkeys(itertools.chain.from_iterable(sentences))  # distinct, in order
+    words = list(itertools.chain.from_iterable(sentences))
     unknown = [word for word in words if word not in vocabulary.ids]
     if unknown:
-        message = f"unknown words ({len(unknown):,}): {' '.join(unknown[:10])}"
-        hint = "is the text tokenized like the training text?"
-        print(f"{message} ({len(vocabulary.ids):,} are known; {hint} see {GUIDE})", file=sys.stderr)
+        distinct = list(dict.fromkeys(unknown))  # in order
+        message = f"unknown words ({len(distinct):,}): {' '.join(distinct[:10])}"
+        if len(unknown) > 0.1 * len(words):  # more than some rare words
+            hint = "is the text tokenized and in lower case like the training text?"
+            message += f" ({len(vocabulary.ids):,} are known; {hint} see {GUIDE})"
+        print(message, file=sys.stderr)
 
 
 def write(path, content):

@@ -623,7 +623,7 @@ def train_command(args, flags, device):
     try:
         log = train(args.out, corpus, model, saved)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("--resume continues from the last validation") from None
+        raise KeyboardInterrupt("--resume continues from the last validation, if any") from None
     if RANK == 0:
         data.progress(f"scoring the {corpus.test_name} of {len(corpus.test):,} sentences")
         model, vocabularies = load(args.out, device, **flags)  # the best or averaged weights

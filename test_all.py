@@ -1260,6 +1260,8 @@ def test_output(folder, monkeypatch):
     _, (warning,) = run("bahdanau", "--translate", stdin=b"x he b1\nx a1")
     known = len({word for source, *_ in PAIRS for word in source})
     assert warning.startswith(f"unknown words (3): x b1 a1 ({known} are known;")
+    _, (warning,) = run("bahdanau", "--translate", stdin=f"{'he ' * 9}x".encode())  # a rare word
+    assert warning == "unknown words (1): x"
     assert run("bahdanau", "--translate", stdin=b"\n\n") == ("\n\n", [])
     for mode in ("--test", "--align"):
         _, (warning,) = run("bahdanau", mode, *reversed(TEXT[4:]))  # swapped files

@@ -980,25 +980,29 @@ def folder(tmp_path_factory, tmp_path, monkeypatch):
 
 
 def test_readme(folder):
-    """The README's first two Python blocks run, the second with only the source of the classes,
-    which reject unknown or unsuitable options."""
-    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
-    torch.manual_seed(1)
+    """The README's first two Python blocks run, the second with the source of each class pasted
+    into it; the classes reject unknown or unsuitable options."""
+    text = (HERE / "README.md").read_text()
+    first, second, _ = re.findall(r"```python\n(.*?)```", text, re.S)
     names = {}
-    exec(blocks[0], names)
-    assert ElementTree.fromstring(names["svg"]).tag.endswith("svg")
+    exec(first, names)
     assert [alpha.shape[1] for alpha in names["alphas"]] == [7, 6]
-    names = {}
     multi_head_attention = script("transformer").MultiHeadAttention
     classes = [bahdanau.AdditiveAttention, script("luong").LuongAttention, multi_head_attention]
-    head, *examples = re.split(r"^(?=attention = )", blocks[1], flags=re.M)
-    exec(head, names)
-    for cls, example in zip(classes, examples, strict=True):
-        exec(inspect.getsource(cls) + example, names)
+    imports, after = re.split("from bahdanau .*\n", second)
+    (example,) = re.findall(r"attention = (.+)", after)
+    examples = [example, *re.findall(r"`(\w+Attention\(.+?\))`", text)]
+    torch.manual_seed(1)
+    names = {}
+    for cls, call in zip(classes, examples, strict=True):
+        if cls is multi_head_attention:
+            after = after.replace("padding)", "padding, need_alpha=True)")
+        exec(imports + inspect.getsource(cls) + after.replace(example, call), names)
+        assert type(names["attention"]).__name__ == cls.__name__
         assert not names["alpha"][1, ..., 3:].any()
         assert names["alpha"].std(-1).all()  # not uniform
     for options in (("concat", "local-p"), ("dot", "local-m"), ("location",)):
-        names["LuongAttention"](64, *options)(names["source"], names["source"], names["mask"])
+        names["LuongAttention"](64, *options)(names["source"], names["source"], names["padding"])
     for options in (("genral", "global"), ("dot", "local"), ("location", "local-m")):
         with pytest.raises(AssertionError, match="unknown|needs global"):
             names["LuongAttention"](64, *options)

@@ -339,7 +339,7 @@ def parse_args(Config, description, argv=None):
     mode.add_argument("--test", nargs="+", metavar="FILE", help="score SRC TGT; with LINKS, AER")
     mode.add_argument("--align", **pair, help="print alignments in Pharaoh format (i-j)")
     mode.add_argument("--translate", action="store_true", help="translate stdin, line by line")
-    parser.add_argument("--valid", **pair, help="validation text, required with --train")
+    parser.add_argument("--valid", **pair, help="validation text [every 20th pair, at most 1,000]")
     out = Path("runs", Path(inspect.getfile(Config)).stem)
     parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"run folder [{out}]")
     start.add_argument("--resume", action="store_true", help="resume the run in --out to --steps")
@@ -348,17 +348,14 @@ def parse_args(Config, description, argv=None):
     start.add_argument("--paper", **preset, const="paper", help="the paper's sizes and recipe")
     parser.add_argument("--device", choices=["cpu", "cuda", "mps"], help="[cuda if found, or cpu]")
     add_config_flags(parser, Config)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        hint = "; use --translate < FILE" if args.translate and unknown[0][:1] != "-" else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    if bool(args.train) != bool(args.valid):
-        parser.error("--train SRC TGT and --valid SRC TGT go together")
+    args = parser.parse_args(argv)
+    if args.valid and not args.train:
+        parser.error("--valid SRC TGT needs --train SRC TGT")
+    if args.resume and args.train:
+        parser.error("--resume reads the text of the run; leave out --train and --valid")
     if args.test and len(args.test) not in (2, 3):
         parser.error("--test takes SRC TGT, or SRC TGT LINKS")
     uses_run = args.test or args.align or args.translate
-    if WORLD_SIZE > 1 and uses_run:
-        parser.error("torchrun is for training only; use python")
     flags = {key: value for key, value in vars(args).items() if key in Config.__dataclass_fields__}
     if args.preset and not uses_run:  # a run keeps its own values
         flags = vars(getattr(Config, args.preset)(**flags))
@@ -402,12 +399,11 @@ def check(config, **ranges):
                 raise InputError(f"{flag}: must be in [{least}, {below})")
 
 
-def saved_config(saved, Config, flags, script):
+def saved_config(saved, Config, flags):
     """The Config of a checkpoint, updated with flags; fields above KW_ONLY must not change."""
-    name = saved["script"] + ".py"
-    if name != Path(script).name:
-        raise InputError(f"this run was trained with {name}; use that script")
     config = vars(Config()) | saved["config"]  # a field added since takes its default
+    if unknown := config.keys() - Config.__dataclass_fields__:
+        raise InputError(f"trained with another script: here is no {', '.join(sorted(unknown))}")
     flags = {k: flags[k] for k in flags if k not in ("src_vocab", "tgt_vocab")}  # already built
     for field in dataclasses.fields(Config):
         old = config[field.name]
@@ -423,15 +419,20 @@ class Corpus:
     def __init__(self, cfg, train, valid, saved):
         self.files = (train, valid) if train else saved.get("files")  # None: the built-in corpus
         train, valid = self.files or (built_in("train"), built_in("valid"))
-        self.valid_files = valid[:2]  # without links, which only the test set needs
-        self.valid = list(read_pairs(*self.valid_files))
+        first, last, every = (0, None, 1) if valid else (19, 20000, 20)  # hold out 1,000 at most
+        pairs = read_pairs(*(valid[:2] if valid else train))  # without links, which only test needs
+        self.valid = list(itertools.islice(pairs, first, last, every))
+        self.held_out = range(0) if valid else range(first, last, every)
+        if not self.valid:
+            raise InputError(f"{train[0]}: too short to hold out every 20th pair; add --valid")
         self.test = self.valid if self.files else list(read_pairs(*built_in("test")))
         self.test_name = "validation set" if self.files else "test set"
 
         def training_pairs():  # read twice: to count words, then to encode them
-            for number, pair in enumerate(read_pairs(*train), 1):
-                self.pairs_read = number
-                if all(0 < len(sentence) <= cfg.max_len for sentence in pair):
+            for number, pair in enumerate(read_pairs(*train)):
+                self.pairs_read = number + 1
+                fits = all(0 < len(sentence) <= cfg.max_len for sentence in pair)
+                if fits and number not in self.held_out:
                     yield pair
 
         if saved:
@@ -442,32 +443,33 @@ class Corpus:
         if min(map(len, self.vocabularies)) <= len(SPECIALS):
             raise InputError("no words left; see --min-count, --max-len, --src-vocab, --tgt-vocab")
         self.train = Bitext(training_pairs(), self.vocabularies)
-        self.checksum = zlib.crc32(repr(self.valid).encode())
-        for side in self.train.tokens:
-            self.checksum = zlib.crc32(side, self.checksum)
-        if saved and saved["checksum"] != self.checksum:
-            raise InputError("the text has changed since this run started; choose another --out")
 
     def to_save(self):  # what --resume needs; passed to __init__ as saved
-        words = [vocabulary.words for vocabulary in self.vocabularies]
-        return dict(vocabularies=words, files=self.files, checksum=self.checksum)
+        return dict(vocabularies=[x.words for x in self.vocabularies], files=self.files)
 
-    def summary(self):
-        """A one-line summary; prints a note if many words of the validation text are unknown."""
+    def report(self, about_model):
         sides = self.train.tokens + Bitext(self.valid, self.vocabularies).tokens
-        unknown = [(side == UNK).sum() / max((side > EOS).sum(), 1) for side in sides]
-        for file, share in zip(self.valid_files, unknown[2:]):
-            if share > 0.2:
-                hint = "is it tokenized like the training text? are the files in the right order?"
-                progress(f"{file}: {share:.0%} of words unknown; {hint} see {GUIDE}")
+        unknown = max((side == UNK).sum() / max((side > EOS).sum(), 1) for side in sides)
+        hint = f" (is all text tokenized in the same way? see {GUIDE})" if unknown > 0.2 else ""
+        held_out = len(self.valid) if self.held_out else 0
+        skipped = self.pairs_read - len(self.train) - held_out
+        pairs = f"{len(self.train):,} pairs ({skipped:,} skipped)"
+        pairs += f", {held_out:,} held out for validation" if held_out else ""
         sizes = " and ".join(f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
-        pairs = f"{len(self.train):,} pairs ({self.pairs_read - len(self.train):,} skipped)"
-        return f"{pairs}, vocabularies of {sizes}, at most {max(unknown):.1%} of words unknown"
+        text = f"vocabularies of {sizes}, at most {unknown:.1%} of words unknown{hint}"
+        if RANK == 0:
+            print(f"{pairs}, {text}; {about_model}", flush=True)
 
 
-def refuse_to_overwrite(out, resume):
-    if RANK == 0 and not resume and any(out.glob("*.pt")):  # others may see what it wrote
-        raise InputError(f"{out}: holds a run; add --resume, delete it, or choose another --out")
+def new_folder(out):
+    """Makes the folder of a run. One whose run has no validation yet may be used again."""
+    if RANK == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        files = {path.name for path in out.iterdir()}
+        if "model.pt" in files:
+            raise InputError(f"{out}: holds a run; add --resume, or choose another --out")
+        if files - {"last.pt", "last.pt.tmp", "model.pt.tmp"}:
+            raise InputError(f"{out}: not empty; choose another --out")
 
 
 def read_stdin(vocabulary):
@@ -480,9 +482,20 @@ def read_stdin(vocabulary):
         if not lines:
             return
         sentences = [to_words(line.decode("utf-8-sig", "replace")) for line in lines]
+        if in_terminal:
+            sentences = [[*to_known(words, vocabulary)] for words in sentences]
         report_unknown(sentences, vocabulary)
         if any(sentences) or not in_terminal:  # an empty line at the prompt has no translation
             yield sentences
+
+
+def to_known(words, vocabulary):
+    """Lower-cases and splits unknown words such as "The" and "dog." where that makes them known."""
+    for word in words:
+        lower = word.lower()
+        choices = [word], [lower], re.findall(r"'?\w+|[^\w\s]", lower)
+        known = (parts for parts in choices if any(part in vocabulary.ids for part in parts))
+        yield from next(known, [word])
 
 
 def report_unknown(sentences, vocabulary):
@@ -490,7 +503,7 @@ def report_unknown(sentences, vocabulary):
     unknown = [word for word in words if word not in vocabulary.ids]
     if unknown:
         distinct = list(dict.fromkeys(unknown))  # in order
-        message = f"unknown words ({len(distinct):,}): {' '.join(distinct[:10])}"
+        message = f"unknown words ({len(distinct):,}): {', '.join(distinct[:10])}"
         if len(unknown) > 0.1 * len(words):  # more than some rare words
             hint = "is the text tokenized and in lower case like the training text?"
             message += f" ({len(vocabulary.ids):,} are known; {hint} see {GUIDE})"
@@ -508,7 +521,8 @@ def write(path, content):
 
 
 def write_log(out, log):  # one line per validation; the last line of a finished run is its result
-    write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
+    if RANK == 0:
+        write(out / "log.jsonl", "".join(json.dumps(line) + "\n" for line in log).encode())
 
 
 def progress(message):  # on stderr, above the progress bar
@@ -517,8 +531,7 @@ def progress(message):  # on stderr, above the progress bar
 
 
 def log_validation(out, log, smoothing, source, translation):
-    if RANK == 0:  # only the first process writes
-        write_log(out, log)
+    write_log(out, log)
     smoothed = " (with label smoothing)" if smoothing else ""
     text = "step {step}, {seconds:.0f} s: train loss {loss:.3f}{smoothed}, valid {valid_loss:.3f}"
     progress(text.format(**log[-1], smoothed=smoothed))
@@ -534,8 +547,6 @@ def report(result, corpus, out, pair, alpha):
     gib = result["gpu_memory_gib"]
     memory = f", {gib:.1f} GiB of GPU memory" if gib else ""
     print(f"{result['tokens_per_second']:,.0f} tokens/s{memory}; files are in {out}/")
-    if result["ppl"] > len(corpus.vocabularies[1]):
-        print("The model is worse than a uniform guess over the vocabulary; try a lower --lr.")
     print(f"try: python {sys.argv[0]} --translate --out {out}")
 
 
@@ -557,8 +568,8 @@ def one_line_errors():
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
-    except KeyboardInterrupt as stop:
-        print("; ".join(["interrupted", *stop.args]), file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted; --resume continues training", file=sys.stderr)
         sys.exit(130)
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -26,7 +26,7 @@ Deviations from the paper
 - --batch-tokens 60000, padding included, stands for 25,000 source and 25,000 target tokens.
 - Sentences of more than 100 words are skipped. Averaged checkpoints are --eval-every steps apart,
   not 10 minutes. A hypothesis that has ended keeps one of the K places in the beam; tensor2tensor
-  always extends K hypotheses. On CUDA, bf16 is used for speed.
+  always extends K hypotheses. With --fast, bf16.
 - Without --paper: smaller, and the learning rate also decays to 0. The default also has two
   vocabularies and no dropout; --help lists all values.
 """
@@ -39,9 +39,8 @@ import math
 import os
 import time
 import typing
+import warnings
 from pathlib import Path
-
-os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # read when torch is imported; see set_up_torch
 
 import torch
 import torch.distributed as dist
@@ -70,35 +69,35 @@ class MultiHeadAttention(nn.Module):
     def KV(self, source):  # keys and values (B,S,2,h,d_k), which do not depend on the query
         return self.W_KV(source).unflatten(-1, (2, self.heads, -1))
 
-    def attend(self, query, KV, bias=None, need_alpha=False):
-        """Equation (1) for all heads; bias is added to the scores: 0, or -inf to mask."""
-        Q = self.W_Q(query).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B,h,T,d_k)
+    @staticmethod
+    def bias(mask, dtype):
+        """What to add to the scores for a bool mask: -inf where True. One serves all layers."""
+        mask = mask.reshape(len(mask), 1, -1, mask.size(-1))  # (B,1,1,S) or (B,1,T,S)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+
+    def forward(self, query, source, mask=None, KV=None, need_alpha=False):
+        """query (B,T,d_model), source (B,S,d_model), or None with KV, see KV(); mask bool (B,S) or
+        for each query (B,T,S), True: masked, or a bias, see bias(). Returns context (B,T,d_model)
+        and alpha (B,h,T,S), which is None without need_alpha."""
+        assert query.ndim == 3, "query must be (B,T,d_model)"
+        KV = self.KV(source) if KV is None else KV
         K, V = (x.transpose(1, 2) for x in KV.unbind(2))  # each (B,h,S,d_k)
+        Q = self.W_Q(query).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B,h,T,d_k)
+        B, T, S = len(query), query.size(1), KV.size(1)
+        bias = torch.zeros(B, S, dtype=torch.bool, device=KV.device) if mask is None else mask
+        if not bias.is_floating_point() or bias.ndim != 4:
+            is_mask = bias.dtype == torch.bool and bias.shape in ((B, S), (B, T, S))
+            assert is_mask, "mask must be bool (B,S) or (B,T,S), or a bias (B,1,1,S) or (B,1,T,S)"
+            bias = self.bias(bias, Q.dtype)
         if need_alpha:
-            e = Q @ K.mT / math.sqrt(Q.size(-1))  # (B,h,T,S)
-            alpha = (e if bias is None else e + bias).softmax(-1)
+            e = Q @ K.mT / math.sqrt(Q.size(-1)) + bias  # (B,h,T,S)
+            masked = bias == -torch.inf
+            alpha = e.masked_fill(masked, -torch.inf).softmax(-1)  # again: no gradient of NaN
+            alpha = alpha.masked_fill(masked, 0)  # 0, not NaN, if the whole source is masked
             head = alpha @ V  # eq. (1)   (B,h,T,d_k)
         else:  # one fused kernel, which does not store alpha
             head, alpha = F.scaled_dot_product_attention(Q, K, V, bias), None
-        return self.W_O(head.transpose(1, 2).flatten(2)), alpha  # section 3.2.2   (B,T,d_model)
-
-    def forward(self, query, source, mask=None, causal=False, need_alpha=False):
-        """For use outside this script: the layers below call attend, to reuse keys and biases.
-        query (B,T,d_model), source (B,S,d_model), mask bool (B,S), True at padding; causal (T = S):
-        no later words. alpha is (B,h,T,S), or None without need_alpha."""
-        assert query.ndim == 3, "query must be (B,T,d_model)"
-        assert not causal or query.size(1) == source.size(1), "causal attention needs T = S"
-        mask = torch.zeros_like(source[..., 0], dtype=torch.bool) if mask is None else mask
-        is_valid = mask.dtype == torch.bool and mask.shape == source.shape[:2]
-        assert is_valid, "mask must be bool (B,S)"
-        masked = mask[:, None, None]  # (B,1,1,S)
-        if causal:
-            masked = masked | mask.new_ones(query.size(1), source.size(1)).triu(1)  # (B,1,T,S)
-        blind = masked.all(-1, keepdim=True)  # queries whose keys are all masked get zeros
-        bias = torch.zeros_like(masked, dtype=query.dtype).masked_fill(masked & ~blind, -torch.inf)
-        c, alpha = self.attend(query, self.KV(source), bias, need_alpha)
-        alpha = alpha.masked_fill(blind, 0) if need_alpha else None
-        return c.masked_fill(blind.squeeze(1), 0), alpha
+        return self.W_O(head.transpose(1, 2).flatten(2)), alpha  # section 3.2.2
 
 
 def feed_forward(cfg):  # FFN(x), eq. (2)
@@ -119,7 +118,7 @@ class EncoderLayer(nn.Module):
         self.norm_2 = nn.LayerNorm(cfg.d_model)
 
     def forward(self, x, padding):  # x (B,S,d_model); padding: a bias (B,1,1,S)
-        a, _ = self.self_attention.attend(x, self.self_attention.KV(x), padding)  # 3.2.3
+        a, _ = self.self_attention(x, x, padding)  # section 3.2.3
         x = self.norm_1(x + self.drop(a))  # LayerNorm(x + Sublayer(x)), section 3.1
         return self.norm_2(x + self.drop(self.ffn(x)))
 
@@ -139,9 +138,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, y, past_KV, future, source_KV, padding, need_alpha=False):
         """y (B,T,d_model); future and padding are the biases for past_KV and for source_KV."""
-        a, _ = self.self_attention.attend(y, past_KV, future)  # section 3.2.3
+        a, _ = self.self_attention(y, None, future, KV=past_KV)  # section 3.2.3
         y = self.norm_1(y + self.drop(a))
-        c, alpha = self.cross_attention.attend(y, source_KV, padding, need_alpha)
+        c, alpha = self.cross_attention(y, None, padding, KV=source_KV, need_alpha=need_alpha)
         y = self.norm_2(y + self.drop(c))
         return self.norm_3(y + self.drop(self.ffn(y))), alpha
 
@@ -160,14 +159,13 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def init_weights(self):  # as in fairseq 0.10; the rest has torch's initialization
-        for name, p in self.named_parameters():
-            if name.startswith("E_"):
-                nn.init.normal_(p, 0, self.cfg.d_model**-0.5)
-            elif "W_Q" in name or "W_KV" in name:
-                for W in p.split(p.size(1)):  # W^Q, or W^K and W^V
+        for part in self.modules():
+            if isinstance(part, nn.Embedding):
+                nn.init.normal_(part.weight, 0, self.cfg.d_model**-0.5)
+            elif isinstance(part, MultiHeadAttention):
+                for W in (part.W_Q.weight, *part.W_KV.weight.chunk(2)):  # W^Q, W^K, W^V
                     nn.init.xavier_uniform_(W, 2**-0.5)
-            elif "W_O" in name:
-                nn.init.xavier_uniform_(p)
+                nn.init.xavier_uniform_(part.W_O.weight)
 
     def positional_encoding(self, pos):  # positions (n,) -> (n,d_model), section 3.5
         dtype = torch.promote_types(self.E_y.weight.dtype, torch.float)  # bf16 rounds pos > 256
@@ -179,12 +177,9 @@ class Transformer(nn.Module):
         PE = self.positional_encoding(pos)
         return self.drop(E(words) * math.sqrt(self.cfg.d_model) + PE)  # sections 3.4, 3.5
 
-    def bias(self, mask):  # to add to the scores: -inf where mask is True
-        return torch.zeros_like(mask, dtype=self.E_y.weight.dtype).masked_fill(mask, -torch.inf)
-
     def encode(self, src):
         x = self.embed(self.E_x, src, torch.arange(src.size(1), device=src.device))  # (B,S,d_model)
-        padding = self.bias(src == PAD)[:, None, None]  # (B,1,1,S)
+        padding = MultiHeadAttention.bias(src == PAD, x.dtype)  # (B,1,1,S)
         for layer in self.encoder:
             x = layer(x, padding)
         return *(layer.cross_attention.KV(x) for layer in self.decoder), padding
@@ -203,7 +198,8 @@ class Transformer(nn.Module):
         *source_KVs, padding = memory
         y = self.embed(self.E_y, y.unsqueeze(1), t)  # (B,1,d_model)
         pos = torch.arange(caches[0].size(1), device=t.device)
-        future = self.bias(pos > t.unsqueeze(1))  # the empty part of the caches   (1,max_len)
+        empty = (pos > t).unsqueeze(0)  # the empty part of the caches   (1,max_len)
+        future = MultiHeadAttention.bias(empty, y.dtype)
         for layer, past_KV, source_KV in zip(self.decoder, caches, source_KVs):
             past_KV.index_copy_(1, t, layer.self_attention.KV(y))  # in place
             y, _ = layer(y, past_KV, future, source_KV, padding)
@@ -212,8 +208,9 @@ class Transformer(nn.Module):
     def forward(self, src, tgt_in, need_alpha=False):
         *source_KVs, padding = self.encode(src)
         pos = torch.arange(tgt_in.size(1), device=src.device)
-        y = self.embed(self.E_y, tgt_in, pos)  # (B,T,d_model)
-        future = self.bias(pos > pos.unsqueeze(1))  # (T,T), section 3.2.3
+        y = self.embed(self.E_y, tgt_in, pos)  # teacher forcing   (B,T,d_model)
+        future = (pos > pos.unsqueeze(1)).unsqueeze(0)  # section 3.2.3   (1,T,T)
+        future = MultiHeadAttention.bias(future, y.dtype)
         aligned = self.decoder[self.cfg.align_layer - 1]  # counts from 1; 0: the last
         alpha = None
         for layer, source_KV in zip(self.decoder, source_KVs):
@@ -257,7 +254,8 @@ class Config:
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory
     steps: int = 2000          # training steps
     eval_every: int = 200      # steps between validations
-    compile: bool = False      # use torch.compile, on CUDA only
+    fast: bool = False         # GPU: bf16, CUDA graphs; Python in the model runs once per shape
+    compile: bool = False      # with --fast, also torch.compile; the first step takes longer
     seed: int = 1              # random seed of initialization, batches and dropout
     # decoding
     align_layer: int = 0       # decoder layer whose attention is the alignment (0: the last)
@@ -281,7 +279,7 @@ class Config:
         vocabulary = dict(src_vocab=20000, tgt_vocab=20000, share_vocab=True)
         sizes = dict(d_model=128, d_ff=256, heads=4, layers=4, dropout=0.3)
         recipe = dict(lr=2.5, warmup=2000, average=10, beam=5, length_penalty=1.0)
-        batches = dict(batch_tokens=16384, steps=8000, eval_every=250)
+        batches = dict(batch_tokens=16384, steps=8000, eval_every=250, fast=True)
         return cls(**vocabulary | sizes | recipe | batches | overrides)
 
     @classmethod
@@ -291,7 +289,8 @@ class Config:
         sizes = dict(d_model=512, d_ff=2048, heads=8, layers=6, dropout=0.1)
         recipe = dict(warmup=4000, cooldown=False, average=5, beam=4, length_penalty=0.6)
         batches = dict(batch_tokens=60000, batch_sentences=60000, steps=100000, eval_every=1000)
-        return cls(**vocabulary | sizes | recipe | batches | dict(compile=True) | overrides)
+        speed = dict(fast=True, compile=True)
+        return cls(**vocabulary | sizes | recipe | batches | speed | overrides)
 
 
 def make_optimizer(model, cfg):
@@ -314,20 +313,20 @@ COMPILED = (EncoderLayer, DecoderLayer)  # what --compile compiles, besides the 
 
 def make_train_step(model, cfg, optimizer=None):
     """Returns train_step(src, tgt), which makes one update and returns the loss per target token.
-    src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding.
-    The learning rate is the optimizer's. Under torchrun, all processes start from equal weights and
-    pass the same whole batch. After adding, replacing or unfreezing weights, make a new one."""
+    src (B,S): words, EOS, right padding. tgt (B,T+1): BOS, words, EOS, right padding. The learning
+    rate is the optimizer's. Under torchrun, all processes pass the same whole batch."""
     optimizer = optimizer or make_optimizer(model, cfg)
     device = next(model.parameters()).device
-    on_cuda = device.type == "cuda"  # copies batches without waiting; pinning them is slower
-    n = WORLD_SIZE * cfg.accumulate  # micro-batches per step, over all processes
+    on_cuda = device.type == "cuda"  # there, copying need not wait for earlier steps
 
-    def forward_backward(src, tgt, count, net=model, criterion=summed_loss):
-        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) / count
-        loss.backward()  # adds to the gradients of net
+    def forward_backward(src, tgt, count):
+        logits = model(src, tgt[:, :-1])  # teacher forcing: it reads the reference's words
+        loss = summed_loss(logits, tgt[:, 1:], cfg.smoothing) / count
+        loss.backward()
         return loss.detach()
 
-    forward_backward = accelerated(forward_backward, model, cfg)  # on CUDA, net is a bf16 copy
+    if cfg.fast and on_cuda:
+        forward_backward = accelerated(model, cfg)
 
     def train_step(src, tgt):
         model.train()
@@ -336,8 +335,8 @@ def make_train_step(model, cfg, optimizer=None):
         tokens = (tgt[:, 1:] != PAD).sum()
         count = tokens if cfg.loss_per == "token" else torch.full_like(tokens, len(tgt))
         loss = torch.zeros((), device=device)
-        for k in range(RANK, min(n, len(src)), WORLD_SIZE):  # micro-batch k is rows k, k + n, ...
-            loss = loss + forward_backward(src[k::n], tgt[k::n], count)  # count: of the whole batch
+        for rows in micro_batches(len(src), cfg.accumulate):
+            loss = loss + forward_backward(src[rows], tgt[rows], count)  # count: of the whole batch
         if WORLD_SIZE > 1:
             sum_over_processes(loss, model)
         if cfg.clip:
@@ -348,13 +347,18 @@ def make_train_step(model, cfg, optimizer=None):
     return train_step
 
 
+def micro_batches(rows, accumulate):
+    """Slices of a batch that this process computes, one by one; by default a single one, of all."""
+    n = WORLD_SIZE * accumulate  # over all processes
+    return [slice(k, None, n) for k in range(RANK, min(n, rows), WORLD_SIZE)]
+
+
 def sum_over_processes(loss, model):
     """Sums the loss and all gradients over the processes of torchrun, in one all_reduce."""
-    tensors = [loss]
-    for p in model.parameters():
-        if p.requires_grad:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # a process without rows
-            tensors.append(p.grad)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    for p in weights:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # a process without rows
+    tensors = [loss, *(p.grad for p in weights)]
     vector = torch.cat([x.flatten() for x in tensors])
     dist.all_reduce(vector)
     for x, total in zip(tensors, vector.split([x.numel() for x in tensors])):
@@ -369,79 +373,76 @@ def summed_loss(logits, y, smoothing=0.0):
 
 
 @torch.no_grad()
-def greedy(model, src, max_len):
-    """Greedy decoding of src (B,S): token ids (B,T) with EOS, then PAD. max_len: an int, or a limit
-    per sentence. Leaves the model in eval mode, as do beam, align, translate and mean_loss."""
+def greedy(model, src, max_len, fast=False):
+    """Greedy decoding of src (B,S): token ids (B,T) with EOS, then PAD; max_len: an int, or a limit
+    per sentence. Like beam, align, translate and mean_loss, leaves the model in eval mode."""
     model.eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))
     T = int(limit.max())
     memory = model.encode(src)
     state = model.init_state(memory, T)
 
-    def best_word(y, *state):
+    def best_word(y, state):
+        assert isinstance(state, tuple), "init_state and step must return a tuple of tensors"
         logits, state = model.step(y, state, memory)
-        return logits[:, 1:].argmax(-1) + 1, *state  # never PAD, which is token 0
+        word = logits[:, 1:].argmax(-1) + 1  # never PAD, which is token 0
+        return word.masked_fill((y == EOS) | (y == PAD), PAD), state  # after the end only PAD
 
-    best_word = graphed(best_word, src.device)
+    if fast and src.is_cuda:
+        best_word = graphed(best_word, src.device)
     y = torch.full_like(src[:, 0], BOS)
     out = src.new_full((len(src), T), PAD)
     for t in range(T):
-        y, *state = best_word(y, *state)
-        out[:, t] = y
-        if t % 8 == 7 and ((out == EOS).any(1) | (limit <= t + 1)).all():
+        y = y.masked_fill(limit <= t, PAD)
+        if t % 8 == 0 and ((y == EOS) | (y == PAD)).all():
             break  # checked every 8 steps, because .all() waits for the GPU
-    is_eos = out == EOS
-    ended = is_eos.cumsum(1) - is_eos.int() > 0  # after the first EOS
-    too_long = torch.arange(T, device=src.device) >= limit.unsqueeze(1)
-    out = out.masked_fill(ended | too_long, PAD)
+        y, state = best_word(y, state)
+        out[:, t] = y
     return out[:, (out != PAD).any(0)]  # without columns of padding
 
 
 @torch.no_grad()
-def beam(model, src, max_len, K, penalty=0.0):
-    """Beam search with K hypotheses per sentence; returns the best, like greedy. A hypothesis that
-    has ended keeps one of the K places, so fewer are extended. Finished ones come first, then the
-    highest log p / ((5 + |y|) / 6)^penalty (GNMT, Wu et al. 2016). Alters step's logits."""
+def beam(model, src, max_len, K, penalty=0.0, fast=False):
+    """Beam search with K hypotheses per sentence; returns the best, like greedy. One that has ended
+    keeps its place, so fewer are extended. Ended ones come first, then the highest
+    log p / ((5 + |y|) / 6)^penalty (GNMT, Wu et al. 2016)."""
     if K == 1:
-        return greedy(model, src, max_len)
+        return greedy(model, src, max_len, fast)
     model.eval()
     B = len(src)
-    src = src.repeat_interleave(K, 0)  # each sentence has K consecutive rows, its hypotheses
-    first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)
-    remaining = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
-    T = int(remaining.max())
-    only_first = torch.tensor([0.0] + [-torch.inf] * (K - 1), device=src.device)  # as log p
-    memory = model.encode(src)  # equal for the K rows of a sentence, so it is never reordered
+    limit = torch.as_tensor(max_len, device=src.device).expand(B).repeat_interleave(K)
+    T = int(limit.max())
+    memory = model.encode(src.repeat_interleave(K, 0))  # K rows per sentence, its hypotheses
     state = model.init_state(memory, T)
+    first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)  # of each sentence
 
-    def extend(y, remaining, score, *state):  # adds a word to every hypothesis, keeps the K best
+    def extend(y, score, state):  # adds a word to every hypothesis, keeps the K best
+        assert isinstance(state, tuple), "init_state and step must return a tuple of tensors"
         logits, state = model.step(y, state, memory)
-        log_p = logits.log_softmax(-1, torch.float)  # (BK,V)
-        logits[:, PAD] = -torch.inf  # never predict padding
-        words = logits.topk(min(K, logits.size(1) - 1)).indices  # faster than topk of float32
-        log_p = log_p.gather(1, words)  # (BK,K), or (BK,V-1) if K is larger
-        # An ended hypothesis has one continuation, PAD with log p = 0, which is ranked first.
-        ended = (remaining == 0).unsqueeze(1)
-        words = words.masked_fill(ended, PAD)
-        log_p = torch.where(ended, only_first[: words.size(1)], log_p)
-        total = score.view(-1, 1) + log_p
-        rank = total.masked_fill(ended & total.isfinite(), torch.inf)
+        ended = ((y == EOS) | (y == PAD)).unsqueeze(1)
+        log_p = logits.log_softmax(-1, torch.float).masked_fill_(ended, -torch.inf)  # (BK,V)
+        log_p[:, :1] = torch.where(ended, 0.0, -torch.inf)  # PAD: only after the end, at no cost
+        log_p, words = log_p.topk(min(K, log_p.size(1)))  # the K best can only be among these
+        total = score.view(-1, 1) + log_p  # (BK,K)
+        rank = total.masked_fill(ended & total.isfinite(), torch.inf)  # ended ones keep their place
         index = rank.view(B, -1).topk(K).indices  # (B,K)
         score = total.view(B, -1).gather(1, index)
         rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
         y = words.view(B, -1).gather(1, index).flatten()
-        remaining = (remaining[rows] - 1).clamp(min=0).masked_fill(y == EOS, 0)
-        return y, remaining, rows, score, *model.reorder(state, rows)
+        return y, rows, score, model.reorder(state, rows)  # memory: equal for the K rows
 
-    extend = graphed(extend, src.device)
-    y = torch.full_like(src[:, 0], BOS)
-    score = only_first.repeat(B, 1)  # the K hypotheses start out equal, so only one is extended
-    out = src[:, :0]
+    if fast and src.is_cuda:
+        extend = graphed(extend, src.device)
+    y = src.new_full((B * K,), BOS)
+    score = torch.full((B, K), -torch.inf, device=src.device)
+    score[:, 0] = 0  # the K hypotheses start out equal, so only one is extended
+    out = src.new_empty(B * K, 0)
     for t in range(T):
-        y, remaining, rows, score, *state = extend(y, remaining, score, *state)
-        out = torch.cat([out[rows], y.unsqueeze(1)], 1)
-        if t % 8 == 7 and not remaining.any():
+        y = y.masked_fill(limit <= t, PAD)
+        if t % 8 == 0 and ((y == EOS) | (y == PAD)).all():
             break
+        y, rows, score, state = extend(y, score, state)
+        out = torch.cat([out[rows], y.unsqueeze(1)], 1)
     out = out.unflatten(0, (B, K))  # (B,K,T)
     score = score / ((5 + (out != PAD).sum(-1)) / 6) ** penalty
     finished = (out == EOS).any(-1) & score.isfinite()
@@ -472,12 +473,14 @@ def translate(model, sentences, vocabularies, beam_size=None):
     assert not isinstance(sentences, str), "expected a list of sentences, not one string"
     sources = [data.to_words(sentence) for sentence in sentences]
     targets = [[] for _ in sources]
-    net = bf16_copy(model.eval())
-    max_tokens = (65536 if next(model.parameters()).is_cuda else 16384) // K
+    on_cuda = next(model.parameters()).is_cuda
+    fast = cfg.fast and on_cuda
+    net = bf16_copy(model) if fast else model
+    max_tokens = (65536 if on_cuda else 16384) // K
     for rows, src, _ in inference_batches(model, zip(sources, targets), vocabularies, max_tokens):
         n = (src != PAD).sum(1) - 1  # source words, without EOS
         max_len = torch.where(n > 0, n + 50, 0)  # an empty sentence stays empty
-        tokens = beam(net, src, max_len, K, cfg.length_penalty)
+        tokens = beam(net, src, max_len, K, cfg.length_penalty, fast)
         for row, ids in zip(rows, tokens.tolist()):
             targets[row] = vocabularies[1].decode(ids)
     if cfg.replace_unk:
@@ -499,7 +502,8 @@ def alignments(model, pairs, vocabularies):
 @torch.no_grad()
 def mean_loss(model, pairs, vocabularies):
     """Cross-entropy per target token, EOS included, without label smoothing."""
-    net = bf16_copy(model.eval())
+    fast = model.cfg.fast and next(model.parameters()).is_cuda
+    net = bf16_copy(model.eval()) if fast else model.eval()
     loss = tokens = 0
     for _, src, tgt in inference_batches(model, pairs, vocabularies):
         loss += summed_loss(net(src, tgt[:, :-1]), tgt[:, 1:]).item()
@@ -518,7 +522,7 @@ def evaluate(model, pairs, vocabularies):
 def load(path, device="cpu", **flags):
     """Returns (model, vocabularies) of a run folder; flags override fields below KW_ONLY."""
     saved = read_checkpoint(Path(path, "model.pt"))
-    model = Model(data.saved_config(saved, Config, flags, __file__)).to(device)
+    model = Model(data.saved_config(saved, Config, flags)).to(device)
     model.load_state_dict(saved["model"])
     return model.eval(), [data.Vocabulary(words) for words in saved["vocabularies"]]
 
@@ -527,8 +531,7 @@ def train(out, corpus, model, saved):
     """Trains up to cfg.steps and returns the log; saved is the content of last.pt, or {}.
     Writes model.pt (best or averaged weights), last.pt (to resume) and log.jsonl."""
     cfg = model.cfg
-    about = dict(script=Path(__file__).stem, config=vars(cfg)) | corpus.to_save()
-    save(out / "last.pt", saved | about)  # from here on, the folder holds a run
+    about = dict(config=vars(cfg)) | corpus.to_save()
     optimizer = make_optimizer(model, cfg)
     log = saved.get("log", [])  # one entry per validation
     snapshots = saved.get("snapshots", [])  # the weights at the last --average validations
@@ -538,6 +541,9 @@ def train(out, corpus, model, saved):
         optimizer.load_state_dict(saved["optimizer"])
         done, tokens, seconds = (log[-1][key] for key in ("step", "tokens", "seconds"))
         save(out / "model.pt", read_checkpoint(out / "model.pt") | about)  # with the new flags
+        old, new = optimizer.param_groups[0]["lr"], learning_rate(cfg, done + 1)
+        data.progress(f"learning rate, which follows --steps: {old:.2g} so far, now {new:.2g}")
+    save(out / "last.pt", saved | about)  # from here on, --resume works
     start = time.perf_counter() - seconds
     train_step = make_train_step(model, cfg, optimizer)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, done)
@@ -558,6 +564,8 @@ def train(out, corpus, model, saved):
             valid_loss = mean_loss(model, corpus.valid, corpus.vocabularies)
             if not math.isfinite(loss + valid_loss):
                 raise data.InputError(f"step {step}: loss not finite; --resume with a lower --lr")
+            if not (saved or log):
+                data.new_folder(out)  # again: another run may have been started here meanwhile
             entry = dict(step=step, loss=loss, valid_loss=valid_loss, tokens=tokens)
             log.append(entry | dict(seconds=time.perf_counter() - start))
             save_run(out, about, log, snapshots, model, optimizer)
@@ -569,13 +577,12 @@ def train(out, corpus, model, saved):
 
 def save_run(out, about, log, snapshots, model, optimizer):
     """Writes last.pt, and also model.pt if --average > 1 or the model is the best so far."""
-    average = model.cfg.average
     snapshots.append({key: x.to("cpu", copy=True) for key, x in model.state_dict().items()})
-    del snapshots[:-average]
-    if average > 1 or log[-1]["valid_loss"] == min(entry["valid_loss"] for entry in log):
-        floats = [key for key, x in snapshots[-1].items() if x.is_floating_point()]
-        mean = {key: sum(x[key] for x in snapshots) / len(snapshots) for key in floats}
-        save(out / "model.pt", about | dict(model=snapshots[-1] | mean))
+    del snapshots[: -model.cfg.average]
+    best = min(entry["valid_loss"] for entry in log)
+    if model.cfg.average > 1 or log[-1]["valid_loss"] == best:
+        mean = {key: sum(x[key] for x in snapshots) / len(snapshots) for key in snapshots[-1]}
+        save(out / "model.pt", about | dict(model=mean))
     state = dict(log=log, snapshots=snapshots, optimizer=optimizer.state_dict())
     save(out / "last.pt", about | state)
 
@@ -599,22 +606,18 @@ def read_checkpoint(path):
 def train_command(args, flags, device):
     """Trains a new run or resumes one, then scores the model and draws alignments."""
     saved = read_checkpoint(args.out / "last.pt") if args.resume else {}
-    cfg = data.saved_config(saved, Config, flags, __file__) if saved else Config(**flags)
-    existed = args.out.exists()
-    data.refuse_to_overwrite(args.out, args.resume)
+    cfg = data.saved_config(saved, Config, flags) if saved else Config(**flags)
+    if cfg.compile and not cfg.fast:
+        raise data.InputError("--compile needs --fast; add it, or --no-compile")
     corpus = data.Corpus(cfg, args.train, args.valid, saved)
     cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
     torch.manual_seed(cfg.seed)
     model = Model(cfg).to(device)
-    if RANK == 0:
-        data.refuse_to_overwrite(args.out, args.resume)  # again, because reading takes a while
-        args.out.mkdir(parents=True, exist_ok=existed)  # fails if another run has just created it
-        parameters = sum(p.numel() for p in model.parameters())
-        print(f"{corpus.summary()}; {parameters:,} parameters on {device}", flush=True)
-    try:
-        log = train(args.out, corpus, model, saved)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("--resume continues from the last validation, if any") from None
+    if not args.resume:
+        data.new_folder(args.out)
+    parameters = sum(p.numel() for p in model.parameters())
+    corpus.report(f"{parameters:,} parameters on {device}")
+    log = train(args.out, corpus, model, saved)
     if RANK == 0:
         data.progress(f"scoring the {corpus.test_name} of {len(corpus.test):,} sentences")
         model, vocabularies = load(args.out, device, **flags)  # the best or averaged weights
@@ -651,70 +654,66 @@ def inference_command(args, flags, device):
                 print(*map(data.heatmap, sources, targets, alphas), sep="\n")
 
 
+@data.one_line_errors()
 def main(argv=None):
     set_up_torch()
-    with data.one_line_errors():
-        args, flags = data.parse_args(Config, __doc__, argv)
-        has = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-        device = torch.device(args.device or ("cuda" if has["cuda"] else "cpu"))
-        if not has[device.type]:
-            raise data.InputError(f"--device {device}: not available on this machine")
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if WORLD_SIZE > 1:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        command = inference_command if args.translate or args.align or args.test else train_command
-        try:
-            command(args, flags, device)
-        except torch.OutOfMemoryError:
-            raise data.InputError("out of GPU memory; try --accumulate N or --device cpu") from None
-        if WORLD_SIZE > 1:
-            dist.destroy_process_group()
-
-
-# ---- speed: what follows affects only rounding and running time; skip it at first ----
+    args, flags = data.parse_args(Config, __doc__, argv)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not torch.get_device_module(device).is_available():
+        raise data.InputError(f"--device {device}: not available on this machine")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if WORLD_SIZE > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    command = inference_command if args.translate or args.align or args.test else train_command
+    try:
+        command(args, flags, device)
+    except torch.OutOfMemoryError:
+        raise data.InputError("out of GPU memory; try --accumulate N or --device cpu") from None
+    if WORLD_SIZE > 1:
+        dist.destroy_process_group()
 
 
 def set_up_torch():
-    """Process-wide settings that suit these models; GOMP_SPINCOUNT is set before the imports."""
-    # More than four threads help little. GOMP_SPINCOUNT makes waiting threads sleep soon: spinning
-    # makes training many times slower if other programs use the cores.
+    """Process-wide settings that suit these models."""
+    threads = min(max(torch.get_num_threads() // 2, 1), 4)  # more lose much on busy cores
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), 4))
+        torch.set_num_threads(threads)
     has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     torch.backends.mkldnn.set_flags(has_avx)  # oneDNN slows these models down on ARM
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow for each new shape
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # fragments less
 
 
-def accelerated(forward_backward, model, cfg):
-    """On CUDA, computes gradients on a bf16 copy of the model, compiled with --compile and recorded
-    as one CUDA graph per shape. Weights, gradients and optimizer state stay in float32
-    (Micikevicius et al. 2018). A weight that the loss does not use has gradient 0, not None, and
-    buffers of the copy are not copied back."""
+# ---- speed: only --fast runs what follows; skip it at first ----
+
+
+def accelerated(model, cfg):
+    """forward_backward on a bf16 copy of the model, compiled with --compile, and recorded for each
+    shape of batch: what Python code in the model decides then holds for all batches of that shape.
+    Weights, gradients and optimizer state stay in float32 (Micikevicius et al. 2018). Buffers are
+    not copied back; a weight that the loss does not use has gradient 0, not None. After adding,
+    replacing or unfreezing weights, make a new train step."""
     weights = list(model.parameters())
-    device = weights[0].device
-    if device.type != "cuda":
-        return forward_backward
-    net = bf16_copy(model).train()  # without bf16, the model itself
+    net = bf16_copy(model).train()
     copies = list(net.parameters())
-    gradients = [torch.zeros_like(p) for p in weights]  # a graph writes to fixed addresses
+    gradients = [torch.zeros_like(p) for p in weights]  # a recording writes to fixed addresses
+    criterion = compiled(net, cfg) if cfg.compile else summed_loss
     # Copying is faster than adding, and equivalent with one micro-batch per process and step.
     collect = torch._foreach_add_ if cfg.accumulate > 1 else torch._foreach_copy_
-    criterion = compiled(net, forward_backward, cfg) if cfg.compile else summed_loss
 
-    def on_copy(src, tgt, count):  # Python runs it once per shape, then replays its kernels
+    def on_copy(src, tgt, count):
         with torch.no_grad():
             torch._foreach_copy_(copies, weights)
         net.zero_grad()  # to None: backward() allocates gradients in the graphs' memory pool
-        loss = forward_backward(src, tgt, count, net, criterion)
+        loss = criterion(net(src, tgt[:, :-1]), tgt[:, 1:], cfg.smoothing) / count
+        loss.backward()
         pairs = [(total, q.grad) for total, q in zip(gradients, copies) if q.grad is not None]
         collect(*zip(*pairs))
-        return loss
+        return loss.detach()
 
-    on_copy = graphed(on_copy, device)
+    on_copy = graphed(on_copy, weights[0].device)
 
-    def on_cuda(src, tgt, count):
+    def forward_backward(src, tgt, count):
         if all(p.grad is None for p in weights):  # the first micro-batch after model.zero_grad()
             torch._foreach_zero_(gradients)
         loss = on_copy(src, tgt, count)
@@ -722,20 +721,18 @@ def accelerated(forward_backward, model, cfg):
             p.grad = total if p.requires_grad else None  # optimizers skip weights without gradient
         return loss
 
-    return on_cuda
+    return forward_backward
 
 
 def bf16_copy(model):
-    """A bf16 copy of the model, which is faster than autocast; the model itself without bf16."""
-    device = next(model.parameters()).device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return model
+    """A bf16 copy of the model, which is faster than autocast; float32 on GPUs without bf16."""
+    capability = torch.cuda.get_device_capability(next(model.parameters()).device)
     if (torch.backends.cudnn.version() or 0) >= 91300:  # lets bfloat16() flatten RNN weights
         torch.backends.cudnn.CUDNN_TENSOR_DTYPES.add(torch.bfloat16)  # torch's list lacks it
-    return copy.deepcopy(model).bfloat16()
+    return copy.deepcopy(model).to(torch.bfloat16 if capability >= (8, 0) else torch.float)
 
 
-def compiled(net, forward_backward, cfg):
+def compiled(net, cfg):
     """Compiles the modules of net listed in COMPILED, and the loss, which it returns. Then runs a
     batch of typical size, because the compiler chooses kernels for the first shape that it sees."""
     from torch._inductor import config as inductor
@@ -751,36 +748,40 @@ def compiled(net, forward_backward, cfg):
     rows = min(cfg.batch_tokens // 64, cfg.batch_sentences) // (WORLD_SIZE * cfg.accumulate)
     # 31 words, because a size of 1, or with torch 2.6 of 32, would be compiled as a constant.
     words = torch.full((max(rows, 2), 31), EOS, device="cuda")
-    forward_backward(words, words, words.new_ones(()), net, criterion)
+    criterion(net(words, words[:, :-1]), words[:, 1:], cfg.smoothing).backward()
     return criterion
 
 
 def graphed(function, device):
-    """On CUDA, records the kernels that function(*tensors) launches, once for each combination of
-    shapes, and launches them all at once from then on; elsewhere returns function."""
-    if device.type != "cuda":
-        return function
-    graphs = {}  # input shapes -> graph, its input buffers, its output
+    """Records the CUDA kernels that function launches, once for each combination of shapes, and
+    launches them all at once from then on. Its arguments are tensors and tuples of tensors."""
+    from torch.utils import _pytree as pytree
+
+    warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+    graphs = {}  # input shapes -> graph, its inputs, its output
     stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()
 
     def call(*inputs):
-        shapes = tuple(x.shape for x in inputs)
+        tensors = pytree.tree_leaves(inputs)
+        shapes = tuple(x.shape for x in tensors)
         if shapes not in graphs:
             graph = torch.cuda.CUDAGraph()
-            buffers = [x.clone() for x in inputs]
+            buffers = pytree.tree_map(torch.clone, inputs)
             torch.cuda.synchronize(device)
-            if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
-                torch.cuda.empty_cache()  # recordings cannot reuse memory cached by other code
             # Not torch.cuda.graph, which empties the memory cache at every recording. Compiled
             # modules run eagerly where they would recompile, because compiling cannot be recorded.
             with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
                 graph.capture_begin(pool, "relaxed")  # libraries may initialize meanwhile
-                output = function(*buffers)  # recorded, not computed
-                graph.capture_end()
+                torch.cuda.set_sync_debug_mode("error")  # print or .item() would break recording
+                try:
+                    output = function(*buffers)  # recorded, not computed
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                    graph.capture_end()
             graphs[shapes] = graph, buffers, output
         graph, buffers, output = graphs[shapes]
-        for buffer, x in zip(buffers, inputs):
+        for buffer, x in zip(pytree.tree_leaves(buffers), tensors):
             buffer.copy_(x)  # a replay reads the memory addresses of its recording
         graph.replay()
         return output  # later calls may overwrite it

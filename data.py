@@ -419,22 +419,23 @@ class Corpus:
     def __init__(self, cfg, train, valid, saved):
         self.files = (train, valid) if train else saved.get("files")  # None: the built-in corpus
         train, valid = self.files or (built_in("train"), built_in("valid"))
-        first, last, every = (0, None, 1) if valid else (19, 20000, 20)  # hold out 1,000 at most
-        pairs = read_pairs(*(valid[:2] if valid else train))  # without links, which only test needs
-        self.valid = list(itertools.islice(pairs, first, last, every))
-        self.held_out = range(0) if valid else range(first, last, every)
-        if not self.valid:
-            raise InputError(f"{train[0]}: too short to hold out every 20th pair; add --valid")
-        self.test = self.valid if self.files else list(read_pairs(*built_in("test")))
-        self.test_name = "validation set" if self.files else "test set"
+
+        def fits(pair):
+            return all(0 < len(sentence) <= cfg.max_len for sentence in pair)
 
         def training_pairs():  # read twice: to count words, then to encode them
             for number, pair in enumerate(read_pairs(*train)):
                 self.pairs_read = number + 1
-                fits = all(0 < len(sentence) <= cfg.max_len for sentence in pair)
-                if fits and number not in self.held_out:
+                if fits(pair) and number not in self.held_out:
                     yield pair
 
+        self.held_out = range(0) if valid else range(19, 20000, 20)  # every 20th, 1,000 at most
+        every_20th = itertools.islice(read_pairs(*train), 19, 20000, 20)
+        self.valid = list(read_pairs(*valid[:2]) if valid else filter(fits, every_20th))  # no links
+        if not self.valid:
+            raise InputError(f"{train[0]}: too short to hold out every 20th pair; add --valid")
+        self.test = self.valid if self.files else list(read_pairs(*built_in("test")))
+        self.test_name = "validation set" if self.files else "test set"
         if saved:
             self.vocabularies = [Vocabulary(words) for words in saved["vocabularies"]]
         else:
@@ -492,10 +493,10 @@ def read_stdin(vocabulary):
 def to_known(words, vocabulary):
     """Lower-cases and splits unknown words such as "The" and "dog." where that makes them known."""
     for word in words:
-        lower = word.lower()
-        choices = [word], [lower], re.findall(r"'?\w+|[^\w\s]", lower)
-        known = (parts for parts in choices if any(part in vocabulary.ids for part in parts))
-        yield from next(known, [word])
+        patterns = (r"\S+", r"[\w']+|[^\w\s]", r"'?\w+|[^\w\s]", r"\w+'?|[^\w\s]")
+        choices = [re.findall(p, x) for p in patterns for x in (word, word.lower())]
+        known = [sum(1 if x in vocabulary.ids else -1 for x in parts) for parts in choices]
+        yield from [word] if word in vocabulary.ids else choices[known.index(max(known))]
 
 
 def report_unknown(sentences, vocabulary):

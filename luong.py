@@ -326,7 +326,7 @@ def make_train_step(model, cfg, optimizer=None):
     rate is the optimizer's. Under torchrun, all processes pass the same whole batch."""
     optimizer = optimizer or make_optimizer(model, cfg)
     device = next(model.parameters()).device
-    on_cuda = device.type == "cuda"  # there, copying need not wait for earlier steps
+    on_cuda = device.type == "cuda"
 
     def forward_backward(src, tgt, count):
         logits = model(src, tgt[:, :-1])  # teacher forcing: it reads the reference's words
@@ -340,6 +340,7 @@ def make_train_step(model, cfg, optimizer=None):
     def train_step(src, tgt):
         model.train()
         model.zero_grad()
+        # Without waiting for the GPU, which may still compute earlier steps.
         src, tgt = (torch.as_tensor(x).to(device, non_blocking=on_cuda) for x in (src, tgt))
         tokens = (tgt[:, 1:] != PAD).sum()
         count = tokens if cfg.loss_per == "token" else torch.full_like(tokens, len(tgt))
@@ -357,8 +358,9 @@ def make_train_step(model, cfg, optimizer=None):
 
 
 def micro_batches(rows, accumulate):
-    """Slices of a batch that this process computes, one by one; by default a single one, of all."""
-    n = WORLD_SIZE * accumulate  # over all processes
+    """The rows of a batch that this process computes, as slices: by default one slice of all rows.
+    --accumulate and torchrun split a batch into n parts of similar sentences: rows k, k + n, ..."""
+    n = WORLD_SIZE * accumulate
     return [slice(k, None, n) for k in range(RANK, min(n, rows), WORLD_SIZE)]
 
 
@@ -383,8 +385,8 @@ def summed_loss(logits, y, smoothing=0.0):
 
 @torch.no_grad()
 def greedy(model, src, max_len, fast=False):
-    """Greedy decoding of src (B,S): token ids (B,T) with EOS, then PAD; max_len: an int, or a limit
-    per sentence. Like beam, align, translate and mean_loss, leaves the model in eval mode."""
+    """Greedy decoding of src (B,S): token ids (B,T), EOS included, then PAD. max_len: an int, or a
+    limit per sentence. Needs model.encode, init_state and step, and leaves it in eval mode."""
     model.eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))
     T = int(limit.max())
@@ -413,8 +415,8 @@ def greedy(model, src, max_len, fast=False):
 @torch.no_grad()
 def beam(model, src, max_len, K, penalty=0.0, fast=False):
     """Beam search with K hypotheses per sentence; returns the best, like greedy. One that has ended
-    keeps its place, so fewer are extended. Ended ones come first, then the highest
-    log p / ((5 + |y|) / 6)^penalty (GNMT, Wu et al. 2016)."""
+    keeps its place, so fewer are extended. Those with EOS come first, then those with the highest
+    log p / ((5 + |y|) / 6)^penalty (GNMT, Wu et al. 2016). Needs model.reorder as well."""
     if K == 1:
         return greedy(model, src, max_len, fast)
     model.eval()
@@ -423,7 +425,7 @@ def beam(model, src, max_len, K, penalty=0.0, fast=False):
     T = int(limit.max())
     memory = model.encode(src.repeat_interleave(K, 0))  # K rows per sentence, its hypotheses
     state = model.init_state(memory, T)
-    first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)  # of each sentence
+    first_row = torch.arange(0, B * K, K, device=src.device).unsqueeze(1)  # of every sentence (B,1)
 
     def extend(y, score, state):  # adds a word to every hypothesis, keeps the K best
         assert isinstance(state, tuple), "init_state and step must return a tuple of tensors"
@@ -433,12 +435,14 @@ def beam(model, src, max_len, K, penalty=0.0, fast=False):
         log_p[:, :1] = torch.where(ended, 0.0, -torch.inf)  # PAD: only after the end, at no cost
         log_p, words = log_p.topk(min(K, log_p.size(1)))  # the K best can only be among these
         total = score.view(-1, 1) + log_p  # (BK,K)
-        rank = total.masked_fill(ended & total.isfinite(), torch.inf)  # ended ones keep their place
-        index = rank.view(B, -1).topk(K).indices  # (B,K)
+        order = total.masked_fill(
+            ended & total.isfinite(), torch.inf
+        )  # ended ones keep their place
+        index = order.view(B, -1).topk(K).indices  # the K best of each sentence   (B,K)
         score = total.view(B, -1).gather(1, index)
         rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
         y = words.view(B, -1).gather(1, index).flatten()
-        return y, rows, score, model.reorder(state, rows)  # memory: equal for the K rows
+        return y, rows, score, model.reorder(state, rows)  # memory is equal for all K rows
 
     if fast and src.is_cuda:
         extend = graphed(extend, src.device)
@@ -558,7 +562,7 @@ def train(out, corpus, model, saved):
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, done)
     losses = []  # of the steps since the last validation
     data.progress(f"step {done} of {cfg.steps}, with a validation every {cfg.eval_every} steps")
-    hidden = RANK > 0 or None  # None hides the bar unless stderr is a terminal
+    hidden = True if RANK else None  # None hides the bar unless stderr is a terminal
     bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=hidden)
     for step, (src, tgt) in zip(bar, batches):
         # Dropout depends only on seed, process and step, so that --resume needs no random state.
@@ -683,11 +687,9 @@ def main(argv=None):
         dist.destroy_process_group()
 
 
-def set_up_torch():
-    """Process-wide settings that suit these models."""
-    threads = min(max(torch.get_num_threads() // 2, 1), 4)  # more lose much on busy cores
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads)
+def set_up_torch():  # process-wide settings that suit these models
+    if "OMP_NUM_THREADS" not in os.environ:  # more threads are much slower if the cores are busy
+        torch.set_num_threads(min(max(torch.get_num_threads() // 2, 1), 4))
     has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     torch.backends.mkldnn.set_flags(has_avx)  # oneDNN slows these models down on ARM
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is slow for each new shape
@@ -697,11 +699,10 @@ def set_up_torch():
 
 
 def accelerated(model, cfg):
-    """forward_backward on a bf16 copy of the model, compiled with --compile, and recorded for each
-    shape of batch: what Python code in the model decides then holds for all batches of that shape.
-    Weights, gradients and optimizer state stay in float32 (Micikevicius et al. 2018). Buffers are
-    not copied back; a weight that the loss does not use has gradient 0, not None. After adding,
-    replacing or unfreezing weights, make a new train step."""
+    """forward_backward on a bf16 copy of the model, compiled with --compile, recorded for each shape
+    of batch: what Python code in the model decides then holds for all batches of that shape.
+    Weights, gradients and optimizer state stay in float32 (Micikevicius et al. 2018); buffers are
+    not copied back; unused weights have gradient 0. With new weights, make a new train step."""
     weights = list(model.parameters())
     net = bf16_copy(model).train()
     copies = list(net.parameters())
@@ -764,20 +765,20 @@ def compiled(net, cfg):
 def graphed(function, device):
     """Records the CUDA kernels that function launches, once for each combination of shapes, and
     launches them all at once from then on. Its arguments are tensors and tuples of tensors."""
-    from torch.utils import _pytree as pytree
-
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     graphs = {}  # input shapes -> graph, its inputs, its output
     stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()
 
     def call(*inputs):
-        tensors = pytree.tree_leaves(inputs)
+        tensors = torch.utils._pytree.tree_leaves(inputs)
         shapes = tuple(x.shape for x in tensors)
         if shapes not in graphs:
             graph = torch.cuda.CUDAGraph()
-            buffers = pytree.tree_map(torch.clone, inputs)
+            buffers = torch.utils._pytree.tree_map(torch.clone, inputs)
             torch.cuda.synchronize(device)
+            if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > 2**31:
+                torch.cuda.empty_cache()  # recordings cannot reuse memory cached by other code
             # Not torch.cuda.graph, which empties the memory cache at every recording. Compiled
             # modules run eagerly where they would recompile, because compiling cannot be recorded.
             with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
@@ -790,7 +791,7 @@ def graphed(function, device):
                     graph.capture_end()
             graphs[shapes] = graph, buffers, output
         graph, buffers, output = graphs[shapes]
-        for buffer, x in zip(pytree.tree_leaves(buffers), tensors):
+        for buffer, x in zip(torch.utils._pytree.tree_leaves(buffers), tensors):
             buffer.copy_(x)  # a replay reads the memory addresses of its recording
         graph.replay()
         return output  # later calls may overwrite it

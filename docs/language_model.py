@@ -66,7 +66,8 @@ class Recurrent(nn.Module):
     def forward(self, x):  # (B,T) -> logits of the next words (B,T,V)
         h, _ = self.lstm(self.E(x))  # (B,T,D)
         if self.attends:
-            c, self.alpha = self.attention(h, h, causal=True, need_alpha=True)  # alpha (B,1,T,T)
+            future = torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu(1)
+            c, self.alpha = self.attention(h, h, future.unsqueeze(0), need_alpha=True)  # (B,1,T,T)
             h = torch.tanh(self.W_c(torch.cat([c, h], -1)))  # h~, Luong et al. (5)
         return self.W(h)
 
@@ -85,7 +86,7 @@ class DecoderOnly(nn.Module):
         pos = torch.arange(x.size(1), device=x.device).unsqueeze(1)  # (T,1)
         angle = pos / 10000 ** (torch.arange(0, D, 2, device=x.device) / D)
         PE = torch.stack([angle.sin(), angle.cos()], -1).flatten(1)  # (T,D)
-        future = torch.where(pos < pos.T, -torch.inf, 0.0)  # (T,T), a causal mask for all heads
+        future = MultiHeadAttention.bias((pos < pos.T).unsqueeze(0), PE.dtype)  # causal (1,1,T,T)
         x = self.E(x) * D**0.5 + PE
         for layer in self.layers:
             x = layer(x, future)

@@ -95,16 +95,16 @@ def translate(model, vocabularies, source, head=None, row=None):
     "it" uses the weights `row` instead of its own."""
     weights = []
 
-    def attend(attention, x, KV, bias):  # replaces attend of an encoder layer's self-attention
-        alpha = type(attention).attend(attention, x, KV, bias, need_alpha=True)[1]  # (1,h,S,S)
+    def forward(attention, x, source, bias):  # replaces that of an encoder layer's self-attention
+        alpha = type(attention).forward(attention, x, source, bias, need_alpha=True)[1]  # (1,h,S,S)
         if head and head[0] == len(weights):
             alpha[0, head[1], IT] = row
         weights.append(alpha[0])
-        V = KV[:, :, 1].transpose(1, 2)  # (1,h,S,d_k)
+        V = attention.KV(source)[:, :, 1].transpose(1, 2)  # (1,h,S,d_k)
         return attention.W_O((alpha @ V).transpose(1, 2).flatten(2)), None
 
     for layer in model.encoder:
-        layer.self_attention.attend = partial(attend, layer.self_attention)
+        layer.self_attention.forward = partial(forward, layer.self_attention)
     (words,) = transformer.translate(model, [source], vocabularies)
     return " ".join(words), torch.stack(weights)
 

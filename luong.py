@@ -435,9 +435,7 @@ def beam(model, src, max_len, K, penalty=0.0, fast=False):
         log_p[:, :1] = torch.where(ended, 0.0, -torch.inf)  # PAD: only after the end, at no cost
         log_p, words = log_p.topk(min(K, log_p.size(1)))  # the K best can only be among these
         total = score.view(-1, 1) + log_p  # (BK,K)
-        order = total.masked_fill(
-            ended & total.isfinite(), torch.inf
-        )  # ended ones keep their place
+        order = total.masked_fill(ended & total.isfinite(), torch.inf)  # ended ones stay
         index = order.view(B, -1).topk(K).indices  # the K best of each sentence   (B,K)
         score = total.view(B, -1).gather(1, index)
         rows = (first_row + index // words.size(1)).flatten()  # what each new hypothesis extends
@@ -699,10 +697,10 @@ def set_up_torch():  # process-wide settings that suit these models
 
 
 def accelerated(model, cfg):
-    """forward_backward on a bf16 copy of the model, compiled with --compile, recorded for each shape
-    of batch: what Python code in the model decides then holds for all batches of that shape.
-    Weights, gradients and optimizer state stay in float32 (Micikevicius et al. 2018); buffers are
-    not copied back; unused weights have gradient 0. With new weights, make a new train step."""
+    """forward_backward on a bf16 copy of the model, perhaps compiled, recorded for each shape of
+    batch: what Python code in the model decides then holds for all batches of that shape. Weights,
+    gradients and optimizer state stay in float32 (Micikevicius et al. 2018); buffers are not copied
+    back; unused weights have gradient 0. With new weights, make a new train step."""
     weights = list(model.parameters())
     net = bf16_copy(model).train()
     copies = list(net.parameters())

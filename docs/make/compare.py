@@ -1,8 +1,9 @@
 """Measures the tables of docs/speed.md on one idle GPU and writes the logs in docs/runs.
 
 python docs/make/compare.py          speed.jsonl: about 7 minutes on an H200
+python docs/make/compare.py plain    plain.jsonl, with and without --fast: about a minute
 python docs/make/compare.py length   length.jsonl, cost by sentence length: about 3 minutes
-python docs/make/compare.py tables   print the tables of both logs as Markdown
+python docs/make/compare.py tables   print the tables of the logs as Markdown
 """
 
 import gc
@@ -38,6 +39,7 @@ from data import BOS, EOS, PAD, UNK
 
 LOG = Path(__file__).resolve().parents[1] / "runs" / "speed.jsonl"
 LENGTH_LOG = LOG.with_name("length.jsonl")
+PLAIN_LOG = LOG.with_name("plain.jsonl")
 V = 32000  # words in each vocabulary, except in by_length
 
 
@@ -271,6 +273,33 @@ def by_length(V=30000, tokens=16384, rows=64):
             yield dict(table="length", name=name, n=n, **results)
 
 
+BATCHES = {  # at the papers' sizes: sentence pairs, and words in each sentence
+    "`seq2seq_lstm.py`": (128, 50),
+    "`bahdanau.py`": (80, 50),
+    "`luong.py`": (128, 50),
+    "`transformer.py`": (256, 64),
+}
+
+
+def plain():
+    """Training steps per second as the scripts are written, and with --fast; one shape of batch."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in main of the scripts
+    for name, (B, T) in BATCHES.items():
+        script, flags = MODELS[name]
+        for sizes, fast in ((x, y) for x in ("default", "paper") for y in (False, True)):
+            if sizes == "paper":
+                rows, words, V = B, T, 30000
+                flags = flags | dict(src_vocab=V, tgt_vocab=V, compile=False, fast=fast)
+                cfg = script.Config.paper(**flags)
+            else:
+                cfg = script.Config(src_vocab=500, tgt_vocab=500, fast=fast)
+                rows, words, V = cfg.batch_tokens // 28, 14, 500  # as many tokens as in a run
+            step = script.make_train_step(script.Model(cfg).cuda(), cfg)
+            batch = random_words(rows, words, V=V).cpu(), random_words(rows, words + 1, V=V).cpu()
+            ms = milliseconds(partial(step, *batch), repeats=5, warm_up=5, in_a_row=10)
+            yield dict(table="plain", name=name, sizes=sizes, fast=fast, steps_per_second=1000 / ms)
+
+
 def kept_mib(model, src, tgt_in):
     """MiB of tensors that autograd keeps for the backward pass."""
     kept = {}  # address -> storage; one that several operations keep counts once
@@ -286,9 +315,11 @@ def kept_mib(model, src, tgt_in):
 # ---- the tables of docs/speed.md -----------------------------------------------------------------
 def tables():
     """The lines of the tables, as Markdown."""
-    log = [json.loads(line) for path in (LOG, LENGTH_LOG) for line in path.open(encoding="utf-8")]
+    paths = (PLAIN_LOG, LOG, LENGTH_LOG)
+    log = [json.loads(line) for path in paths for line in path.open(encoding="utf-8")]
     lengths = " | ".join(map(str, LENGTHS))
     heads = dict(
+        plain="training steps/s | default sizes | `--fast` | the papers' sizes | `--fast`",
         training="training | thousand tokens/s | ours / this",
         mixed="mixed lengths | until step 100 | thousand tokens/s after that | ours / this",
         decoding="greedy decoding, sentences/s | B = 1 | B = 64 | B = 512",
@@ -303,6 +334,10 @@ def tables():
         if table == "length":
             for key, digits in DIGITS.items():
                 rows[key].setdefault(name, []).append(f"{entry[key]:.{digits}f}")
+        elif table == "plain":
+            speed = entry["steps_per_second"]
+            digits = 1 if speed < 100 else 0
+            rows[table].setdefault(name, []).append(f"{speed:,.{digits}f}")
         elif table == "decoding":
             rows[table][name] = [f"{x:.1f}" if x < 10 else f"{x:,.0f}" for x in entry["speeds"]]
         elif table in rows:
@@ -320,12 +355,15 @@ def main():
     if sys.argv[1:] == ["tables"]:
         print(*tables(), sep="\n")
         return
-    path, entries = (LENGTH_LOG, by_length()) if sys.argv[1:] == ["length"] else (LOG, speed())
+    chosen = {"length": (LENGTH_LOG, by_length), "plain": (PLAIN_LOG, plain)}
+    path, measure = chosen.get(" ".join(sys.argv[1:]), (LOG, speed))
     torch.manual_seed(0)
     about = dict(table="about", date=time.strftime("%Y-%m-%d"), gpu=torch.cuda.get_device_name())
-    about |= {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    about |= dict(torch=torch.__version__)
+    if path == LOG:
+        about |= dict(transformers=importlib.metadata.version("transformers"))
     with path.open("w", encoding="utf-8") as log:
-        for entry in chain([about], entries):
+        for entry in chain([about], measure()):
             line = json.dumps(entry, ensure_ascii=False)
             print(line, flush=True)
             print(line, file=log, flush=True)

@@ -379,6 +379,7 @@ def beam(model, src, max_len, K, penalty=0.0, fast=False):
     def extend(y, score, state):  # adds a word to every hypothesis, keeps the K best
         assert isinstance(state, tuple), "init_state and step must return a tuple of tensors"
         logits, state = model.step(y, state, memory)
+        assert isinstance(state, tuple), "step must return a tuple of tensors"
         ended = ((y == EOS) | (y == PAD)).unsqueeze(1)
         log_p = logits.log_softmax(-1, torch.float).masked_fill_(ended, -torch.inf)  # (BK,V)
         log_p[:, :1] = torch.where(ended, 0.0, -torch.inf)  # PAD: only after the end, at no cost
@@ -508,7 +509,8 @@ def train(out, corpus, model, saved):
     train_step = make_train_step(model, cfg, optimizer)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, done)
     losses = []  # of the steps since the last validation
-    data.progress(f"step {done} of {cfg.steps}, with a validation every {cfg.eval_every} steps")
+    text = "step {} of {}, with a validation every {} steps, from where --resume can continue"
+    data.progress(text.format(done, cfg.steps, cfg.eval_every))
     hidden = True if RANK else None  # None hides the bar unless stderr is a terminal
     bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=hidden)
     for step, (src, tgt) in zip(bar, batches):

@@ -468,7 +468,8 @@ def new_folder(out):
         out.mkdir(parents=True, exist_ok=True)
         files = {path.name for path in out.iterdir()}
         if "model.pt" in files:
-            raise InputError(f"{out}: holds a run; add --resume, or choose another --out")
+            text = "holds a run; add --resume (without --train), or choose another --out"
+            raise InputError(f"{out}: {text}")
         if files - {"last.pt", "last.pt.tmp", "model.pt.tmp"}:
             raise InputError(f"{out}: not empty; choose another --out")
 
@@ -570,7 +571,7 @@ def one_line_errors():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; --resume continues training", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         sys.exit(130)
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -342,17 +342,17 @@ def parse_args(Config, description, argv=None):
     parser.add_argument("--valid", **pair, help="validation text [every 20th pair, at most 1,000]")
     out = Path("runs", Path(inspect.getfile(Config)).stem)
     parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"run folder [{out}]")
-    start.add_argument("--resume", action="store_true", help="resume the run in --out to --steps")
+    start.add_argument("--resume", action="store_true", help="continue the run in --out")
     preset = dict(action="store_const", dest="preset")
     start.add_argument("--medium", **preset, const="medium", help="preset for 10k to 100k pairs")
     start.add_argument("--paper", **preset, const="paper", help="the paper's sizes and recipe")
     parser.add_argument("--device", choices=["cpu", "cuda", "mps"], help="[cuda if found, or cpu]")
     add_config_flags(parser, Config)
     args = parser.parse_args(argv)
+    if args.resume and (args.train or args.valid):
+        parser.error("--resume reads the text of the run; leave out --train and --valid")
     if args.valid and not args.train:
         parser.error("--valid SRC TGT needs --train SRC TGT")
-    if args.resume and args.train:
-        parser.error("--resume reads the text of the run; leave out --train and --valid")
     if args.test and len(args.test) not in (2, 3):
         parser.error("--test takes SRC TGT, or SRC TGT LINKS")
     uses_run = args.test or args.align or args.translate
@@ -457,7 +457,7 @@ class Corpus:
         pairs = f"{len(self.train):,} pairs ({skipped:,} skipped)"
         pairs += f", {held_out:,} held out for validation" if held_out else ""
         sizes = " and ".join(f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
-        text = f"vocabularies of {sizes}, at most {unknown:.1%} of words unknown{hint}"
+        text = f"vocabularies of {sizes}, up to {unknown:.1%} of words unknown{hint}"
         if RANK == 0:
             print(f"{pairs}, {text}; {about_model}", flush=True)
 

@@ -1295,7 +1295,7 @@ def test_resume(folder):
     _, progress = run("bahdanau", "--resume", "--steps", 12, "--eval-every", 1, "--lr", 0.001)
     assert [x.get("step") for x in read_log("runs/bahdanau")] == [4, 8, 9, 10, 11, 12, None]
     rates = 0.02 / 8, 0.001 * 4 / 12
-    message = "learning rate, which follows --steps: {:.2g} so far, now {:.2g}".format(*rates)
+    message = "learning rate: was {:.2g}, is now {:.2g} (see --steps and --lr)".format(*rates)
     assert message in progress
     seconds = [x["seconds"] for x in read_log("runs/bahdanau")[:-1]]
     assert seconds == sorted(seconds)  # the clock continues
@@ -1369,7 +1369,7 @@ USER_ERRORS = [  # flags of bahdanau.py, or a script and its flags; a part of th
     ("--test train.en train.fr links", "links, line 1: a link points past the sentence"),
     ("--dropout 1", "--dropout 1.0: must be in [0, 1)"),
     ("--optimizer x", "--optimizer: invalid choice"),
-    ("--compile", "--compile needs --fast; add it, or --no-compile"),
+    ("--compile", "--compile needs --fast; add --fast or --no-compile"),
     ("luong --score location --attention local-p", "works only with --attention global"),
     ("transformer --heads 5", "a multiple of --heads 5"),
     ("--device mps", "--device mps: not available on this machine"),

@@ -71,14 +71,14 @@ class MultiHeadAttention(nn.Module):
 
     @staticmethod
     def bias(mask, dtype):
-        """What to add to the scores for a bool mask: -inf where True. One serves all layers."""
+        """What to add to the scores for a bool mask: -inf where True. All layers can share one."""
         mask = mask[:, None, None] if mask.ndim == 2 else mask.unsqueeze(1)  # (B,1,1,S), (B,1,T,S)
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
 
     def forward(self, query, source, mask=None, KV=None, need_alpha=False):
-        """query (B,T,d_model), source (B,S,d_model), or None with KV, see KV(); mask bool (B,S) or
-        for each query (B,T,S), True: masked, or a bias, see bias(). Returns context (B,T,d_model)
-        and alpha (B,h,T,S), which is None without need_alpha."""
+        """query (B,T,d_model), source (B,S,d_model), or None with KV, see KV(); mask: bool (B,S) or
+        one per query, (B,T,S) or (1,T,S), True: masked, or a bias, see bias(). Returns context
+        (B,T,d_model) and alpha (B,h,T,S), which is None without need_alpha."""
         assert query.ndim == 3, "query must be (B,T,d_model)"
         KV = self.KV(source) if KV is None else KV
         K, V = (x.transpose(1, 2) for x in KV.unbind(2))  # each (B,h,S,d_k)
@@ -92,8 +92,8 @@ class MultiHeadAttention(nn.Module):
         if need_alpha:
             e = Q @ K.mT / math.sqrt(Q.size(-1)) + bias  # (B,h,T,S)
             masked = bias == -torch.inf
-            alpha = e.masked_fill(masked, -torch.inf).softmax(-1)  # so that gradients stay finite
-            alpha = alpha.masked_fill(masked, 0)  # 0, not NaN, if the whole source is masked
+            alpha = e.masked_fill(masked, -torch.inf).softmax(-1)  # again, to block NaN gradients
+            alpha = alpha.masked_fill(masked, 0)  # 0, not NaN, if all keys are masked
             head = alpha @ V  # eq. (1)   (B,h,T,d_k)
         else:  # one fused kernel, which does not store alpha
             head, alpha = F.scaled_dot_product_attention(Q, K, V, bias), None
@@ -255,7 +255,7 @@ class Config:
     steps: int = 2000          # training steps
     eval_every: int = 200      # steps between validations
     fast: bool = False         # GPU: bf16, CUDA graphs; Python in the model runs once per shape
-    compile: bool = False      # with --fast, also torch.compile; the first step takes longer
+    compile: bool = False      # with --fast, also torch.compile; training starts later
     seed: int = 1              # random seed of initialization, batches and dropout
     # decoding
     align_layer: int = 0       # decoder layer whose attention is the alignment (0: the last)
@@ -350,7 +350,7 @@ def make_train_step(model, cfg, optimizer=None):
 
 def micro_batches(rows, accumulate):
     """The rows of a batch that this process computes, as slices: by default one slice of all rows.
-    --accumulate and torchrun split a batch into n parts of similar sentences: rows k, k + n, ..."""
+    --accumulate and torchrun split a batch into n parts of similar lengths: rows k, k + n, ..."""
     n = WORLD_SIZE * accumulate
     return [slice(k, None, n) for k in range(RANK, min(n, rows), WORLD_SIZE)]
 
@@ -377,7 +377,7 @@ def summed_loss(logits, y, smoothing=0.0):
 @torch.no_grad()
 def greedy(model, src, max_len, fast=False):
     """Greedy decoding of src (B,S): token ids (B,T), EOS included, then PAD. max_len: an int, or a
-    limit per sentence. Needs model.encode, init_state and step, and leaves it in eval mode."""
+    limit per sentence. Needs model.encode, init_state and step. Leaves the model in eval mode."""
     model.eval()
     limit = torch.as_tensor(max_len, device=src.device).expand(len(src))
     T = int(limit.max())
@@ -545,13 +545,13 @@ def train(out, corpus, model, saved):
         done, tokens, seconds = (log[-1][key] for key in ("step", "tokens", "seconds"))
         save(out / "model.pt", read_checkpoint(out / "model.pt") | about)  # with the new flags
         old, new = optimizer.param_groups[0]["lr"], learning_rate(cfg, done + 1)
-        data.progress(f"learning rate, which follows --steps: {old:.2g} so far, now {new:.2g}")
+        data.progress(f"learning rate: was {old:.2g}, is now {new:.2g} (see --steps and --lr)")
     save(out / "last.pt", saved | about)  # from here on, --resume works
     start = time.perf_counter() - seconds
     train_step = make_train_step(model, cfg, optimizer)
     batches = corpus.train.batches(cfg.batch_tokens, cfg.batch_sentences, cfg.seed, done)
     losses = []  # of the steps since the last validation
-    text = "step {} of {}, with a validation every {} steps, from where --resume can continue"
+    text = "step {} of {}, validating every {} steps; --resume continues from the last validation"
     data.progress(text.format(done, cfg.steps, cfg.eval_every))
     hidden = True if RANK else None  # None hides the bar unless stderr is a terminal
     bar = trange(done + 1, cfg.steps + 1, initial=done, total=cfg.steps, disable=hidden)
@@ -612,7 +612,7 @@ def train_command(args, flags, device):
     saved = read_checkpoint(args.out / "last.pt") if args.resume else {}
     cfg = data.saved_config(saved, Config, flags) if saved else Config(**flags)
     if cfg.compile and not cfg.fast:
-        raise data.InputError("--compile needs --fast; add it, or --no-compile")
+        raise data.InputError("--compile needs --fast; add --fast or --no-compile")
     corpus = data.Corpus(cfg, args.train, args.valid, saved)
     cfg.src_vocab, cfg.tgt_vocab = map(len, corpus.vocabularies)
     torch.manual_seed(cfg.seed)
@@ -693,7 +693,7 @@ def accelerated(model, cfg):
     """forward_backward on a bf16 copy of the model, perhaps compiled, recorded for each shape of
     batch: what Python code in the model decides then holds for all batches of that shape. Weights,
     gradients and optimizer state stay in float32 (Micikevicius et al. 2018); buffers are not copied
-    back; unused weights have gradient 0. With new weights, make a new train step."""
+    back; unused weights have gradient 0. After unfreezing a weight, make a new train step."""
     weights = list(model.parameters())
     net = bf16_copy(model).train()
     copies = list(net.parameters())
@@ -754,8 +754,8 @@ def compiled(net, cfg):
 
 
 def graphed(function, device):
-    """Records the CUDA kernels that function launches, once for each combination of shapes, and
-    launches them all at once from then on. Its arguments are tensors and tuples of tensors."""
+    """Records the CUDA kernels that function launches, once for each combination of input shapes;
+    later calls replay them with one launch. Its arguments are tensors and tuples of tensors."""
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     graphs = {}  # input shapes -> graph, its inputs, its output
     stream = torch.cuda.Stream(device)
@@ -774,7 +774,7 @@ def graphed(function, device):
             # modules run eagerly where they would recompile, because compiling cannot be recorded.
             with torch.cuda.stream(stream), torch.compiler.set_stance("eager_on_recompile"):
                 graph.capture_begin(pool, "relaxed")  # libraries may initialize meanwhile
-                torch.cuda.set_sync_debug_mode("error")  # print or .item() would break recording
+                torch.cuda.set_sync_debug_mode("error")  # .item() would break recording
                 try:
                     output = function(*buffers)  # recorded, not computed
                 finally:

@@ -319,7 +319,7 @@ def tables():
     log = [json.loads(line) for path in paths for line in path.open(encoding="utf-8")]
     lengths = " | ".join(map(str, LENGTHS))
     heads = dict(
-        plain="training steps/s | default sizes | `--fast` | the papers' sizes | `--fast`",
+        plain="training steps/s | default sizes | with `--fast` | papers' sizes | with `--fast`",
         training="training | thousand tokens/s | ours / this",
         mixed="mixed lengths | until step 100 | thousand tokens/s after that | ours / this",
         decoding="greedy decoding, sentences/s | B = 1 | B = 64 | B = 512",

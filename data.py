@@ -468,8 +468,7 @@ def new_folder(out):
         out.mkdir(parents=True, exist_ok=True)
         files = {path.name for path in out.iterdir()}
         if "model.pt" in files:
-            text = "holds a run; add --resume (without --train), or choose another --out"
-            raise InputError(f"{out}: {text}")
+            raise InputError(f"{out}: holds a run; add --resume (no --train), or another --out")
         if files - {"last.pt", "last.pt.tmp", "model.pt.tmp"}:
             raise InputError(f"{out}: not empty; choose another --out")
 

@@ -227,7 +227,7 @@ def make_train_step(model, cfg, optimizer=None):
         return loss.detach()
 
     if cfg.fast and on_cuda:
-        forward_backward = accelerated(model, cfg)
+        forward_backward = accelerated(model, cfg)  # the price: see --fast
 
     def train_step(src, tgt):
         model.train()
@@ -291,8 +291,7 @@ def greedy(model, src, max_len, fast=False):
         word = logits[:, 1:].argmax(-1) + 1  # never PAD, which is token 0
         return word.masked_fill((y == EOS) | (y == PAD), PAD), state  # after the end only PAD
 
-    if fast and src.is_cuda:
-        best_word = graphed(best_word, src.device)
+    best_word = graphed(best_word, src.device) if fast and src.is_cuda else best_word
     y = torch.full_like(src[:, 0], BOS)
     out = src.new_full((len(src), T), PAD)
     for t in range(T):
@@ -335,8 +334,7 @@ def beam(model, src, max_len, K, penalty=0.0, fast=False):
         y = words.view(B, -1).gather(1, index).flatten()
         return y, rows, score, model.reorder(state, rows)  # memory is equal for all K rows
 
-    if fast and src.is_cuda:
-        extend = graphed(extend, src.device)
+    extend = graphed(extend, src.device) if fast and src.is_cuda else extend
     y = src.new_full((B * K,), BOS)
     score = torch.full((B, K), -torch.inf, device=src.device)
     score[:, 0] = 0  # the K hypotheses start out equal, so only one is extended

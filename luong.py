@@ -358,8 +358,8 @@ def make_train_step(model, cfg, optimizer=None):
 
 
 def micro_batches(rows, accumulate):
-    """The rows of a batch that this process computes, as slices: by default one slice of all rows.
-    --accumulate and torchrun split a batch into n parts of similar lengths: rows k, k + n, ..."""
+    """Slices of the rows of a batch, for this process: by default, one slice of all rows. With two
+    processes and --accumulate 2, the first gets the rows 0, 4, 8, ..., then the rows 2, 6, ..."""
     n = WORLD_SIZE * accumulate
     return [slice(k, None, n) for k in range(RANK, min(n, rows), WORLD_SIZE)]
 
@@ -511,7 +511,7 @@ def alignments(model, pairs, vocabularies):
 
 @torch.no_grad()
 def mean_loss(model, pairs, vocabularies):
-    """Cross-entropy per target token, EOS included, without label smoothing."""
+    """Cross-entropy per target token with EOS, without label smoothing; in bf16 with --fast."""
     fast = model.cfg.fast and next(model.parameters()).is_cuda
     net = bf16_copy(model.eval()) if fast else model.eval()
     loss = tokens = 0

@@ -14,15 +14,16 @@ from pathlib import Path
 
 # A line is "role kind kind ...: entry, entry, ..."; the fields of an entry depend on the role:
 #   noun (kind: what it denotes)    city/cities ville f    English[/plural] French gender
-#   before, quality, origin, field  red rouge rouge        adjective: English masculine feminine
+#   before, quality, origin, field  red rouge rouge        adjective: English masculine feminine;
+#     "before" its French noun or after it; the first two roles also stand after a form of "be"
 #   the, a                          my mon ma              determiner, like an adjective
 #   verb (kind: object, or être)    keep/kept/kept gard    English[/past/participle], then the stem
 #     of an -er verb, or je/nous/vous/il/ils/participle/infinitive, as in vois/voyons/.../vu/voir
-#   subject, object                 he il 3 m              pronoun: English French person gender;
-#     persons are 0: je, 1: nous, 2: vous, 3: il, 4: ils; an object lists the subjects it can have
+#   name, subject, object           he il 3 m              name or pronoun: English French person
+#     gender; persons are 0: je, 1: nous, 2: vous, 3: il, 4: ils; an object lists its subjects
 #   where, about, agent             near près+de place     preposition: English French noun's kind
 #   be, être, avoir, can, must      suis, sommes, ...      a form for each of the five persons
-#   vowel                           le l'                  a word, and its form before a vowel
+#   vowel, noun-vowel               le l'                  a word, and its form before a vowel
 #   degree, adverb, month, year, joint  august août        any other word: English French
 #   subjects, persons, does, tense  past, past, have       choices; a repeated one is more likely
 LEXICON = """
@@ -30,7 +31,8 @@ noun person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, 
 noun person: queen reine f, friend ami m, child/children enfant m, nurse infirmière f
 noun person: sister sœur f, minister ministre m, doctor médecin m
 noun animal: cat chat m, dog chien m, bird oiseau m, horse cheval m, animal animal m, cow vache f
-noun thing: mat tapis m, pie tarte f, book livre m, car voiture f, hat chapeau m, tree arbre m
+noun thing: mat tapis m, book livre m, car voiture f, hat chapeau m, tree arbre m, table table f
+noun thing food: pie tarte f, apple pomme f
 noun place: garden jardin m, market marché m, house maison f, school école f, city/cities ville f
 noun ground: street rue f, park parc m, forest forêt f, field champ m, village village m
 noun idea: agreement accord m, treaty/treaties traité m, law loi f, report rapport m, plan plan m
@@ -38,19 +40,19 @@ noun idea: measure mesure f, reform réforme f, budget budget m, decision décis
 noun topic: area zone f, union union f, crisis/crises crise f, problem problème m
 
 the singular: the le la, the le la, the le la, this ce cette, my mon ma, his son sa, her son sa
-the plural: the les les, the les les, the les les, these ces ces, my mes mes, his ses ses
-the plural: her ses ses
+the plural: the les les, the les les, these ces ces, my mes mes, his ses ses, her ses ses
 a singular: a un une
 a plural: many beaucoup+de beaucoup+de, some des des, two deux deux
 
 before person animal: young jeune jeune, poor pauvre pauvre
-before animal: big gros grosse
-before animal thing place ground: small petit petite
-before thing idea topic: new nouveau nouvelle
-before thing place ground: big grand grande, beautiful beau belle
+before person animal thing food place ground: small petit petite, big grand grande
+before person animal thing food place ground: beautiful beau belle
+before person animal thing place ground: old vieux vieille
+before person thing place idea topic: new nouveau nouvelle
 quality person animal: tired fatigué fatiguée, famous célèbre célèbre, strange étrange étrange
-quality thing: useful utile utile, black noir noire, white blanc blanche, red rouge rouge
-quality thing: green vert verte
+quality person animal: happy heureux heureuse
+quality animal thing: black noir noire, white blanc blanche, useful utile utile
+quality thing food: red rouge rouge, green vert verte
 quality place ground: dangerous dangereux dangereuse, dark sombre sombre, empty vide vide
 quality idea topic: important important importante, difficult difficile difficile
 origin idea topic: european européen européenne, french français française
@@ -59,11 +61,15 @@ field idea topic: economic économique économique, political politique politiqu
 field idea topic: social social sociale
 degree: too trop, very très
 
-verb person pronoun animal ground: see/saw/seen vois/voyons/voyez/voit/voient/vu/voir, love aim
-verb person pronoun: hit/hit/hit frapp, watch regard, admire admir, leave/left/left quitt
-verb animal thing: find/found/found trouv
-verb thing: keep/kept/kept gard, draw/drew/drawn dessin, forget/forgot/forgotten oubli
-verb place: visit visit, love aim
+verb person pronoun animal thing: see/saw/seen vois/voyons/voyez/voit/voient/vu/voir, love aim
+verb food place ground: see/saw/seen vois/voyons/voyez/voit/voient/vu/voir, love aim
+verb person pronoun animal: watch regard
+verb person pronoun: hit/hit/hit frapp, admire admir, leave/left/left quitt
+verb animal thing: find/found/found trouv, draw/drew/drawn dessin
+verb animal thing: have/had/had ai/avons/avez/a/ont/eu/avoir
+verb thing: keep/kept/kept gard, forget/forgot/forgotten oubli
+verb food: eat/ate/eaten mange/mangeons/mangez/mange/mangent/mangé/manger
+verb place: visit visit
 verb ground: cross travers
 verb idea: sign sign, adopt adopt, refuse refus, present présent, accept accept
 verb topic: examine examin, discuss discut, mention mentionn
@@ -79,33 +85,37 @@ can: peux, pouvons, pouvez, peut, peuvent
 must: dois, devons, devez, doit, doivent
 adverb: not pas, not pas, never jamais, often souvent, always toujours
 
+name: john jean 3 m, mary marie 3 f
 subject any because: i je 0 m, we nous 1 m, you vous 2 m, he il 3 m, she elle 3 f
-subject any because: john jean 3 m, mary marie 3 f
-subject any: they ils 4 m
+subject any: they ils 4 m, john jean 3 m, mary marie 3 f
 object 2 3 4: me me 0 m, us nous 1 m
 object 0 1 3 4: you vous 2 m
 object 0 1 2 3 4: him le 3 m, her la 3 f, them les 4 m
 
-where: on sur thing, under sous thing, with avec thing, with avec person
-where: in dans place, in dans ground, near près+de place, near près+de ground
+where be act: on sur thing, under sous thing, near près+de thing, with avec person
+where be act: in dans place, in dans ground, near près+de place, near près+de ground
+where act: with avec thing
 about: on sur topic, of de person
 agent: by par person
 month: january janvier, march mars, april avril, june juin, july juillet, august août
 year: 1991 1991, 1992 1992, 1993 1993, 1994 1994, 1995 1995, 1996 1996, 1997 1997, 1998 1998
 joint: and et, and et, but mais, or ou, because parce+que
 vowel: le l', la l', je j', me m', ne n', de d', que qu', ce cet, ma mon, sa son
-vowel: beau bel, nouveau nouvel
+noun-vowel: beau bel, nouveau nouvel, vieux vieil
 
 subjects: person, person, person, animal, idea, idea, topic, thing, place, ground
 persons: person
-does short: quality, nothing, être
-does person: quality, nothing, être, person, pronoun, animal, thing, place, ground, idea, topic
-does animal: quality, nothing, être, person, pronoun, animal, ground
-does thing place ground idea topic: quality, passive, passive
+does short: quality, quality, nothing, être, pronoun
+does person: quality, quality, where, nothing, nothing, être, person, person, pronoun, pronoun
+does person: animal, animal, thing, thing, food, place, ground, idea, idea, topic
+does animal: quality, quality, where, nothing, nothing, être, person, pronoun, animal, food, ground
+does thing: quality, where, passive
+does food place ground idea topic: quality, passive
 tense short: present, past
 tense long: present, present, past, past, have, can, must
 """
 ALIVE = ("person", "animal", "pronoun")
+STATES = ("quality", "passive", "where")  # a form of "be" and what follows it
 JOINED = {"de le": "du", "de les": "des", "de des": "de", "de de": "de", "à le": "au"}
 # French is a list of (word, positions of the English words it comes from), such as ("du", (2, 3)).
 Phrase = collections.namedtuple("Phrase", "french person gender plural kind")
@@ -114,48 +124,36 @@ FORMS = "english masculine feminine base third past present infinitive"
 Word = collections.namedtuple("Word", FORMS, defaults=[None] * 5)
 
 
-def conjugate(english, french):  # the Word of a verb's entry
-    if "/" in english:
-        base, past, participle = english.split("/")
-    else:
-        base = english
-        past = participle = base + ("d" if base.endswith("e") else "ed")
-    third = base + ("es" if base.endswith(("s", "ch")) else "s")
-    if "/" in french:
-        *present, done, infinitive = french.split("/")
-    else:
-        present = [french + ending for ending in ("e", "ons", "ez", "e", "ent")]
-        done = french + "é"
-        infinitive = french + "er"
+def conjugate(english, french):  # a verb's entry
+    if "/" not in english:
+        past = english + ("d" if english.endswith("e") else "ed")
+        english = f"{english}/{past}/{past}"
+    base, past, participle = english.split("/")
+    third = "has" if base == "have" else base + ("es" if base.endswith(("s", "ch")) else "s")
+    if "/" not in french:
+        french = "/".join(french + x for x in ("e", "ons", "ez", "e", "ent", "é", "er"))
+    *present, done, infinitive = french.split("/")
     return Word(participle, done, done + "e", base, third, past, present, infinitive)
 
 
-def read_entry(role, entry):  # a Word, a list of fields, or a string if there is only one field
-    fields = entry.split()
-    if role == "verb":
-        return conjugate(*fields)
-    if role == "quality":  # used like a participle, which is a Word, too
-        return Word(*fields)
-    return fields if len(fields) > 1 else entry
-
-
 def read_lexicon(lexicon):
-    """{"role kind": [entry, ...]}, or {"role": [entry, ...]} for a role that has no kinds."""
+    """{"role kind": [entry, ...]}, or {"role": [entry, ...]} for a role that has no kinds; an entry
+    is a list of fields, or a string if there is only one field."""
     words = {}
-    for line in lexicon.split("\n"):
-        if not line:
-            continue
+    for line in filter(None, lexicon.split("\n")):
         head, entries = line.split(": ")
         role, *kinds = head.split()
-        keys = [f"{role} {kind}" for kind in kinds] if kinds else [role]
-        for key in keys:
-            found = [read_entry(role, entry) for entry in entries.split(", ")]
+        fields = [entry.split() for entry in entries.split(", ")]
+        found = [entry if len(entry) > 1 else entry[0] for entry in fields]
+        for key in [f"{role} {kind}" for kind in kinds] or [role]:
             words.setdefault(key, []).extend(found)
     return words
 
 
 WORDS = read_lexicon(LEXICON)
 BEFORE_VOWEL = dict(WORDS["vowel"])
+BEFORE_NOUN = dict(WORDS["noun-vowel"])
+VOWELS = tuple("aâeéèêiîoôuhœ")  # each h here is silent
 
 
 def pluralize(word):  # a French adjective, participle or noun
@@ -173,7 +171,7 @@ def inflect(masculine, feminine, gender, plural):
 
 def forms(word, kind, person, tense, negated):
     """(did, see, a, vu): the English auxiliary and verb, the French finite verb and the rest."""
-    if kind in ("quality", "passive"):
+    if kind in STATES:
         has_been = kind == "passive" and tense == "past"  # was signed: a été signé
         finite = WORDS["avoir" if has_been else f"être {tense}"][person]
         return WORDS[f"be {tense}"][person], word.english, finite, word.masculine
@@ -197,16 +195,13 @@ def contract(french):
     joined = []  # the last word first, because "de l' ami" keeps its l'
     after = ""
     for word, positions in reversed(french):
-        if word == "dans":
-            noun = joined[-2][0]  # after an article
-            if f"{after} {noun}" in ("le marché", "l' école"):
-                word = "à"  # au marché
+        if word == "dans" and f"{after} {joined[-2][0]}" in ("le marché", "l' école"):
+            word = "à"  # au marché
         if f"{word} {after}" in JOINED:
             word = JOINED[f"{word} {after}"]
-            _, more_positions = joined.pop()
-            positions += more_positions
+            positions += joined.pop()[1]
             after = joined[-1][0]
-        if word in BEFORE_VOWEL and after[0] in "aâeéèêiîoôuhœ":  # each h here is silent
+        if word in BEFORE_VOWEL and after.startswith(VOWELS):
             word = BEFORE_VOWEL[word]
         joined.append((word, positions))
         after = word
@@ -222,6 +217,7 @@ class Grammar:
         self.english = []  # the words so far
         self.topics = []  # the nouns of the last clause to which "because it" can refer
         self.completed = False  # whether a date can follow the last verb
+        self.unclear = False  # whether the subject is a pronoun that could be either of two nouns
 
     def pick(self, key):  # a random entry of the lexicon
         options = WORDS[key]
@@ -239,7 +235,7 @@ class Grammar:
         return [(word, link) for word in french.split("+")]
 
     def agree(self, key, gender, plural=False):  # a determiner or an adjective
-        english, masculine, feminine = self.pick(key)[:3]  # a Word has more
+        english, masculine, feminine = self.pick(key)
         return self.word(english, inflect(masculine, feminine, gender, plural))
 
     def attach(self, key, keep, definite=False):  # a preposition and its noun
@@ -257,7 +253,7 @@ class Grammar:
             french += self.word(".", ".")
         french = contract(french)
         english = " ".join(self.english)
-        english = re.sub(r"\ba (?=[ai]|e(?!u))", "an ", english)  # an agreement, a european law
+        english = re.sub(r"\ba (?=[aio]|e(?!u))", "an ", english)  # an old law, a european law
         gold = {(i, j) for j, (_, positions) in enumerate(french) for i in positions}
         return english.split(), [word for word, _ in french], gold
 
@@ -270,53 +266,64 @@ class Grammar:
         because = self.english[-1:] == ["because"]
         if because and self.topics and self.random() < 0.5:
             return self.pronoun(self.topics[0] if self.random() < 0.5 else self.topics[-1])
-        if self.room(keep) > 0 and self.random() < 0.75:
-            return self.noun(self.pick(key), keep)
-        return self.someone("subject because" if because else "subject any")
+        if self.room(keep) <= 0 or self.random() < 0.25:
+            return self.someone("subject because" if because else "subject any")
+        noun = self.noun(self.pick(key), keep)
+        if noun.kind in ALIVE and len(noun.french) < 3 and self.random() < 0.1:
+            return self.couple(noun)
+        return noun
+
+    def couple(self, first):  # the king and mary
+        french = first.french + self.word("and", "et")
+        second = self.noun(first.kind, keep=self.length)  # no room for adjectives
+        gender = first.gender if first.gender == second.gender else "m"
+        return Phrase(french + second.french, 4, gender, True, first.kind)
 
     def pronoun(self, noun):  # replaces a noun, as a subject
-        if noun.plural:
-            english = "they"
-        elif noun.kind == "person":
+        english = "they" if noun.plural else "it"
+        if noun.kind == "person" and not noun.plural:
             english = "she" if noun.gender == "f" else "he"
-        else:
-            english = "it"
         french = inflect("il", "elle", noun.gender, noun.plural)
         return noun._replace(french=self.word(english, french))
 
     def someone(self, key):  # a pronoun or a name
         english, french, person, gender = self.pick(key)
-        person = int(person)
-        plural = person in (1, 4)  # nous and ils; vous is one person here
-        return Phrase(self.word(english, french), person, gender, plural, "person")
+        plural = person in "14"  # nous and ils; vous is one person here
+        return Phrase(self.word(english, french), int(person), gender, plural, "person")
 
-    def noun(self, kind, keep, definite=False):
-        """Determiner, adjectives, noun and, where there is room, its owner or more about it."""
+    def noun(self, kind, keep, definite=False, negated=False):
+        """Determiner, adjectives, noun, and its owner or more about it; or a name, of a person."""
+        if kind == "person" and self.random() < 0.25:
+            return self.someone("name")
         english, french, gender = self.pick(f"noun {kind}")
         plural = self.random() < 0.3
         owner = []
         if kind != "person" and self.random() < 0.1 and self.room(keep) >= 4:
             determiner, owner = self.owner(gender, plural)
         else:
-            role = "the" if definite or self.random() < 0.75 else "a"
+            definite = definite or (negated and plural) or self.random() < 0.75
+            role = "the" if definite else "a"
             determiner = self.agree(f"{role} plural" if plural else f"{role} singular", gender)
         before = []
         if self.random() < 0.25 and self.room(keep) >= 2:
             before = self.agree(f"before {kind}", gender, plural)
-            if determiner[0][0] == "des":  # "des" becomes "de": de petits chats
-                determiner = [("de", determiner[0][1])]
+            if not plural and french.startswith(VOWELS):
+                before = [(BEFORE_NOUN.get(word, word), link) for word, link in before]
+        if determiner[0][0] in ("un", "une") and negated or determiner[0][0] == "des" and before:
+            determiner = [("de", determiner[0][1])]  # pas de chat, de petits chats
         after = owner
-        roles = ("quality", "origin", "field") if kind in ("idea", "topic") else ("quality",)
-        for role in roles:  # French has the reverse order: zone économique européenne
-            if self.random() < 0.3 and self.room(keep) >= 2:
+        for role in (
+            "quality",
+            "origin",
+            "field",
+        ):  # reversed in French: zone économique européenne
+            if f"{role} {kind}" in WORDS and self.random() < 0.3 and self.room(keep) >= 2:
                 after = self.agree(f"{role} {kind}", gender, plural) + after
         singular, _, irregular = english.partition("/")  # man/men, but cat, without its plural
-        if plural:
-            name = self.word(irregular or singular + "s", pluralize(french))
-        else:
-            name = self.word(singular, french)
-        person = 4 if plural else 3
-        phrase = Phrase(determiner + before + name + after, person, gender, plural, kind)
+        english = (irregular or singular + "s") if plural else singular
+        name = self.word(english, inflect(french, french, gender, plural))
+        words = determiner + before + name + after
+        phrase = Phrase(words, 4 if plural else 3, gender, plural, kind)
         if not owner:
             phrase.french.extend(self.more(phrase, keep))
         return phrase
@@ -342,40 +349,50 @@ class Grammar:
     def act(self, subject, keep, gap=None):
         """What the subject does or is; gap is an object already named: the cat that she saw."""
         room = self.room(keep)
-        if gap:
-            kind = gap.kind
-        elif room < 3 and subject.kind in ALIVE:
-            kind = self.pick("does short")
-        else:
-            kind = self.pick(f"does {subject.kind}")
+        is_short = room < 3 and subject.kind in ALIVE
+        kind = gap.kind if gap else self.pick("does " + ("short" if is_short else subject.kind))
+        # In "the cat saw the park because it was small", "it" could be either.
+        self.unclear = self.english[-2:-1] == ["because"] and len(self.topics) > 1
+        if kind == "where" and self.unclear:
+            kind = "quality"
         french = self.verb(kind, subject, room, gap)
         thing = None
         if not gap and f"noun {kind}" in WORDS:
-            negated = french[0][0] == "ne"
-            thing = self.noun(kind, keep, definite=negated)  # because "pas un" would be "pas de"
+            thing = self.noun(kind, keep, negated=french[0][0] == "ne")
             french += thing.french
         if kind == "passive" and self.random() < 0.4 and self.room(keep) >= 3:
             french += self.attach("agent", keep)
-        if not gap and kind != "quality":
+        if kind == "where":
+            french += self.attach("where be", keep)
+        elif not gap and kind != "quality":
             french += self.tail(keep)
         nouns = [noun for noun in (subject, thing) if noun and noun.person in (3, 4)]
         # "it" could be either in "the cat saw the dog because it was tired", so keep neither.
         self.topics = [] if kind in ALIVE else nouns
         return french
 
+    def predicate(self, kind, subject):  # a verb or an adjective, or nothing if a place follows
+        if kind == "where":
+            return Word("", "", "")
+        if kind == "passive":
+            word = conjugate(*self.pick(f"verb {subject.kind}"))
+            return self.predicate(kind, subject) if word.base == "have" else word
+        if kind != "quality":
+            return conjugate(*self.pick(f"verb {kind}"))
+        before = self.random() < 0.4 and not self.unclear
+        return Word(*self.pick(f"{'before' if before else 'quality'} {subject.kind}"))
+
     def verb(self, kind, subject, room, gap):
         """The verb with auxiliary, adverb and pronoun."""
-        is_state = kind in ("quality", "passive")
-        role = "quality" if kind == "quality" else "verb"
-        partner = subject.kind if is_state else kind  # decides which words fit
-        word = self.pick(f"{role} {partner}")
+        is_state = kind in STATES
+        word = self.predicate(kind, subject)
         tense = self.pick("tense short" if is_state or room < 4 else "tense long")
-        if tense == "present" and word.base == "hit":
-            tense = "past"  # because "i hit her" could be present or past
+        # "i hit her" could be present or past; "had" would need the imperfect.
+        tense = dict(hit="past", have="present").get(word.base, tense)
         adverb, pas = "", ""
-        if room >= 5 and self.random() < 0.3:
+        if room >= 3 and self.random() < 0.3:
             adverb, pas = self.pick("adverb")
-        self.completed = tense == "past" and kind != "quality" and adverb in ("", "not")
+        self.completed = tense == "past" and adverb in ("", "not")  # not used after an adjective
         auxiliary, english, finite, rest = forms(word, kind, subject.person, tense, adverb == "not")
         # English, from left to right: does, not, very, see
         if auxiliary == "can" and adverb == "not":
@@ -385,11 +402,11 @@ class Grammar:
             adverb_at = self.say(adverb) if adverb else None
         very = kind == "quality" and room >= 3 and self.random() < 0.5
         degree = self.word(*self.pick("degree")) if very else []
-        verb_at = self.say(english)
+        verb_at = self.say(english) if english else None
         pronoun = self.someone(f"object {subject.person}") if kind == "pronoun" else None
         # A participle agrees with the subject of "être" or with an object that precedes it.
         leader = subject if is_state or kind == "être" else (pronoun or gap)
-        if leader and rest == word.masculine:
+        if leader and rest and rest == word.masculine:
             rest = inflect(word.masculine, word.feminine, leader.gender, leader.plural)
         # French: ne, la, a, pas, été, très, vue
         finite_at = verb_at if auxiliary in ("", "do", "does") else auxiliary_at
@@ -405,7 +422,7 @@ class Grammar:
 
     def tail(self, keep):  # a place, a date (only after completed actions, only once) or nothing
         if self.random() < 0.3 and self.room(keep) >= 3:
-            return self.attach("where", keep)
+            return self.attach("where act", keep)
         if self.room(keep) < 3 or not self.completed or self.random() < 0.6:
             return []
         self.completed = False
@@ -414,7 +431,9 @@ class Grammar:
 
 
 def generate(n, split, max_len=30):
-    """n triples (English, French, links) with 3 to max_len English words; short ones can recur."""
+    """n triples (English, French, links) with 3 to max_len English words; short ones can recur.
+    None is one of the simple sentences."""
+    simple = Path(__file__).with_name("simple.en").read_text(encoding="utf-8").splitlines()
     splits = ["train"] * 8 + ["valid", "test"]  # every sentence belongs to one of them
     grammar = Grammar(f"0 {split}")
     pairs = []
@@ -422,8 +441,9 @@ def generate(n, split, max_len=30):
         length = 3 + int((max_len - 2) * grammar.random() ** 2)  # short ones are more frequent
         english, french, links = grammar.sentence(length)
         text = " ".join(english)
-        fits = 3 <= len(english) <= max_len and text != EXAMPLE[0]
-        if fits and splits[zlib.crc32(text.encode()) % 10] == split:
+        is_new = text not in simple and text != EXAMPLE[0]
+        fits = 3 <= len(english) <= max_len and not re.search(r"\b(\w+|\w+ \w+) and \1\b", text)
+        if is_new and fits and splits[zlib.crc32(text.encode()) % 10] == split:
             pairs.append((text, " ".join(french), links))
     return pairs
 

@@ -215,7 +215,7 @@ class Config:
     batch_tokens: int = 2048   # maximum source + target tokens per batch, padding included
     batch_sentences: int = 1000  # maximum sentences per batch
     accumulate: int = 1        # split each batch into N micro-batches per process to save memory
-    steps: int = 650           # training steps
+    steps: int = 900           # training steps
     eval_every: int = 100      # steps between validations
     fast: bool = False         # GPU: bf16, CUDA graphs; Python in the model runs once per shape
     compile: bool = False      # with --fast, also torch.compile; training starts later

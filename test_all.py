@@ -794,8 +794,18 @@ def test_corpus(tmp_path):
     assert [len(split) for split in splits] == [25000, 500, 1000]
     for _, target, gold in splits[1] + splits[2]:
         assert {j for _, j in gold} == set(range(len(target)))
-    sources = [{tuple(source) for source, *_ in split} for split in splits]
+    simple = list(data.read_pairs(data.CORPUS / "simple.en", data.CORPUS / "simple.fr"))
+    assert len(simple) == 150
+    sources = [{tuple(source) for source, *_ in split} for split in (*splits, simple)]
     assert len(set.union(*sources)) == sum(map(len, sources))
+    french = "\n".join(" ".join(target) for split in splits for _, target, *_ in split)
+    vowel = "homme|enfant|ami|oiseau|animal|arbre|accord"  # l' homme, cet enfant, un vieil ami
+    assert len(re.findall(rf"\b(l'|cet|mon|bel|nouvel|vieil) ({vowel})\b", french)) > 1000
+    assert not re.search(rf"\b(le|ce|de|beau|nouveau|vieux) ({vowel})\b", french)
+    assert not re.search(r"\b(je|me|le|la|ne|que|de) (a|ai|est|aime|il|un)\b", french)
+    for side in (0, 1):  # every word of the simple sentences occurs in the training text
+        words, known = (set(chain(*(pair[side] for pair in text))) for text in (simple, splits[0]))
+        assert words <= known
 
 
 def test_vocabularies():

@@ -431,8 +431,7 @@ class Grammar:
 
 
 def generate(n, split, max_len=30):
-    """n triples (English, French, links) with 3 to max_len English words; short ones can recur.
-    None is one of the simple sentences."""
+    """n triples (English, French, links) with 3 to max_len English words; short ones can recur."""
     simple = Path(__file__).with_name("simple.en").read_text(encoding="utf-8").splitlines()
     splits = ["train"] * 8 + ["valid", "test"]  # every sentence belongs to one of them
     grammar = Grammar(f"0 {split}")
@@ -441,9 +440,9 @@ def generate(n, split, max_len=30):
         length = 3 + int((max_len - 2) * grammar.random() ** 2)  # short ones are more frequent
         english, french, links = grammar.sentence(length)
         text = " ".join(english)
-        is_new = text not in simple and text != EXAMPLE[0]
         fits = 3 <= len(english) <= max_len and not re.search(r"\b(\w+|\w+ \w+) and \1\b", text)
-        if is_new and fits and splits[zlib.crc32(text.encode()) % 10] == split:
+        fits = fits and text not in (EXAMPLE[0], *simple)
+        if fits and splits[zlib.crc32(text.encode()) % 10] == split:
             pairs.append((text, " ".join(french), links))
     return pairs
 
@@ -465,8 +464,9 @@ def main():
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for split, n in dict(train=args.pairs, valid=500, test=999).items():
-        pairs = [EXAMPLE] if split == "test" else []
-        pairs += generate(n, split, args.max_len)
+        pairs = [EXAMPLE] * (split == "test") + generate(n, split, args.max_len)
+        if split == "valid":  # scripts translate the first after every validation: not too short
+            pairs.sort(key=lambda pair: len(pair[0].split()) != 11)
         english, french, links = zip(*pairs)
         columns = dict(en=english, fr=french)
         if split != "train":

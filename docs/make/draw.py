@@ -357,5 +357,5 @@ if __name__ == "__main__":
     draw_captions()
     draw_weights("alignment.svg", slice(4))
     draw_weights("learning.svg", slice(1, 4), "after two minutes")
-    draw_weights("learning-narrow.svg", slice(1, 2), "after one minute")  # for phones
+    draw_weights("learning-narrow.svg", slice(1, 2), "after two minutes")  # for phones
     (DOCS / "attention.html").write_text(page(), encoding="utf-8")

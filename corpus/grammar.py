@@ -1,7 +1,7 @@
 """Writes the built-in corpus: a grammar generates English and French sentences together, so that
 the right alignment of every word is known (valid.links and test.links, in Pharaoh format).
 
-    python corpus/grammar.py                       rewrites the files in this folder
+    python corpus/grammar.py                       rewrites this folder, but for simple.en and .fr
     python corpus/grammar.py long --max-len 60     longer sentences, in the folder long
 """
 
@@ -15,15 +15,17 @@ from pathlib import Path
 # A line is "role kind kind ...: entry, entry, ..."; the fields of an entry depend on the role:
 #   noun (kind: what it denotes)    city/cities ville f    English[/plural] French gender
 #   before, quality, origin, field  red rouge rouge        adjective: English masculine feminine;
-#     "before" its French noun or after it; the first two roles also stand after a form of "be"
+#     only "before" precedes a French noun; "before" and "quality" also follow a form of "be"
 #   the, a                          my mon ma              determiner, like an adjective
-#   verb (kind: object, or être)    keep/kept/kept gard    English[/past/participle], then the stem
-#     of an -er verb, or je/nous/vous/il/ils/participle/infinitive, as in vois/voyons/.../vu/voir
+#   verb (kind: its object)         keep/kept/kept gard    English[/past/participle], then the stem
+#     of an -er verb, or je/nous/vous/il/ils/participle/infinitive, as in vois/voyons/.../vu/voir;
+#     kind "nothing": intransitive, "être": intransitive and conjugated with être
 #   name, subject, object           he il 3 m              name or pronoun: English French person
 #     gender; persons are 0: je, 1: nous, 2: vous, 3: il, 4: ils; an object lists its subjects
-#   where, about, agent             near près+de place     preposition: English French noun's kind
+#   where, about, agent             near près+de place     preposition: English French noun's kind;
+#     "+" is a space; "where be" follows a form of "be", "where act" another verb
 #   be, être, avoir, can, must      suis, sommes, ...      a form for each of the five persons
-#   vowel, noun-vowel               le l'                  a word, and its form before a vowel
+#   vowel, noun-vowel               le l', beau bel        its form before any vowel, or a noun's
 #   degree, adverb, month, year, joint  august août        any other word: English French
 #   subjects, persons, does, tense  past, past, have       choices; a repeated one is more likely
 LEXICON = """
@@ -124,7 +126,7 @@ FORMS = "english masculine feminine base third past present infinitive"
 Word = collections.namedtuple("Word", FORMS, defaults=[None] * 5)
 
 
-def conjugate(english, french):  # a verb's entry
+def conjugate(english, french):  # the Word of a verb's entry
     if "/" not in english:
         past = english + ("d" if english.endswith("e") else "ed")
         english = f"{english}/{past}/{past}"
@@ -192,11 +194,11 @@ def forms(word, kind, person, tense, negated):
 
 def contract(french):
     """Joins words as French does: le homme > l' homme, de le roi > du roi, ce ami > cet ami."""
-    joined = []  # the last word first, because "de l' ami" keeps its l'
+    joined = []  # the last word first: le becomes l' before "de le" can become "du"
     after = ""
     for word, positions in reversed(french):
         if word == "dans" and f"{after} {joined[-2][0]}" in ("le marché", "l' école"):
-            word = "à"  # au marché
+            word = "à"  # au marché, à l' école
         if f"{word} {after}" in JOINED:
             word = JOINED[f"{word} {after}"]
             positions += joined.pop()[1]
@@ -212,12 +214,12 @@ class Grammar:
     """Each rule adds its English words to self.english and returns its French words with links."""
 
     def __init__(self, seed):
-        self.random = random.Random(seed).random  # random() is at least 0 and below 1
+        self.random = random.Random(seed).random  # the only method whose sequence Python keeps
         self.length = 0  # the number of English words to generate
         self.english = []  # the words so far
         self.topics = []  # the nouns of the last clause to which "because it" can refer
-        self.completed = False  # whether a date can follow the last verb
-        self.unclear = False  # whether the subject is a pronoun that could be either of two nouns
+        self.completed = False  # whether the last verb is in the past, so that a date can follow
+        self.unclear = False  # whether the subject follows "because" and could be either topic
 
     def pick(self, key):  # a random entry of the lexicon
         options = WORDS[key]
@@ -253,7 +255,9 @@ class Grammar:
             french += self.word(".", ".")
         french = contract(french)
         english = " ".join(self.english)
-        english = re.sub(r"\ba (?=[aio]|e(?!u))", "an ", english)  # an old law, a european law
+        english = re.sub(
+            r"\ba (?=[aio]|e(?!u))", "an ", english
+        )  # an old law; a european, a useful
         gold = {(i, j) for j, (_, positions) in enumerate(french) for i in positions}
         return english.split(), [word for word, _ in french], gold
 
@@ -275,7 +279,7 @@ class Grammar:
 
     def couple(self, first):  # the king and mary
         french = first.french + self.word("and", "et")
-        second = self.noun(first.kind, keep=self.length)  # no room for adjectives
+        second = self.noun(first.kind, keep=self.length)  # no room for more than its determiner
         gender = first.gender if first.gender == second.gender else "m"
         return Phrase(french + second.french, 4, gender, True, first.kind)
 
@@ -288,7 +292,7 @@ class Grammar:
 
     def someone(self, key):  # a pronoun or a name
         english, french, person, gender = self.pick(key)
-        plural = person in "14"  # nous and ils; vous is one person here
+        plural = person in ("1", "4")  # nous and ils; vous is one person here
         return Phrase(self.word(english, french), int(person), gender, plural, "person")
 
     def noun(self, kind, keep, definite=False, negated=False):
@@ -301,7 +305,7 @@ class Grammar:
         if kind != "person" and self.random() < 0.1 and self.room(keep) >= 4:
             determiner, owner = self.owner(gender, plural)
         else:
-            definite = definite or (negated and plural) or self.random() < 0.75
+            definite = definite or (negated and plural) or self.random() < 0.75  # no "not some"
             role = "the" if definite else "a"
             determiner = self.agree(f"{role} plural" if plural else f"{role} singular", gender)
         before = []
@@ -309,14 +313,11 @@ class Grammar:
             before = self.agree(f"before {kind}", gender, plural)
             if not plural and french.startswith(VOWELS):
                 before = [(BEFORE_NOUN.get(word, word), link) for word, link in before]
-        if determiner[0][0] in ("un", "une") and negated or determiner[0][0] == "des" and before:
-            determiner = [("de", determiner[0][1])]  # pas de chat, de petits chats
+        article, link = determiner[0]
+        if (article in ("un", "une") and negated) or (article == "des" and before):
+            determiner = [("de", link)]  # pas de chat, de petits chats
         after = owner
-        for role in (
-            "quality",
-            "origin",
-            "field",
-        ):  # reversed in French: zone économique européenne
+        for role in ("quality", "origin", "field"):  # reversed in French: économique européenne
             if f"{role} {kind}" in WORDS and self.random() < 0.3 and self.room(keep) >= 2:
                 after = self.agree(f"{role} {kind}", gender, plural) + after
         singular, _, irregular = english.partition("/")  # man/men, but cat, without its plural
@@ -329,7 +330,7 @@ class Grammar:
         return phrase
 
     def owner(self, gender, plural):  # the king 's: the article before a noun, "du roi" after it
-        owner = self.noun("person", keep=self.length, definite=True)  # no room for adjectives
+        owner = self.noun("person", keep=self.length, definite=True)  # only its determiner
         link = self.say("'" if self.english[-1].endswith("s") else "'s")
         article = "les" if plural else inflect("le", "la", gender, plural)
         return [(article, link)], [("de", link)] + owner.french
@@ -376,7 +377,7 @@ class Grammar:
             return Word("", "", "")
         if kind == "passive":
             word = conjugate(*self.pick(f"verb {subject.kind}"))
-            return self.predicate(kind, subject) if word.base == "have" else word
+            return self.predicate(kind, subject) if word.base == "have" else word  # not "is had"
         if kind != "quality":
             return conjugate(*self.pick(f"verb {kind}"))
         before = self.random() < 0.4 and not self.unclear
@@ -389,10 +390,8 @@ class Grammar:
         tense = self.pick("tense short" if is_state or room < 4 else "tense long")
         # "i hit her" could be present or past; "had" would need the imperfect.
         tense = dict(hit="past", have="present").get(word.base, tense)
-        adverb, pas = "", ""
-        if room >= 3 and self.random() < 0.3:
-            adverb, pas = self.pick("adverb")
-        self.completed = tense == "past" and adverb in ("", "not")  # not used after an adjective
+        adverb, pas = self.pick("adverb") if room >= 3 and self.random() < 0.3 else ("", "")
+        self.completed = tense == "past" and adverb in ("", "not")
         auxiliary, english, finite, rest = forms(word, kind, subject.person, tense, adverb == "not")
         # English, from left to right: does, not, very, see
         if auxiliary == "can" and adverb == "not":
@@ -404,11 +403,11 @@ class Grammar:
         degree = self.word(*self.pick("degree")) if very else []
         verb_at = self.say(english) if english else None
         pronoun = self.someone(f"object {subject.person}") if kind == "pronoun" else None
-        # A participle agrees with the subject of "être" or with an object that precedes it.
+        # Adjectives agree with the subject, participles also with an object that precedes them.
         leader = subject if is_state or kind == "être" else (pronoun or gap)
         if leader and rest and rest == word.masculine:
             rest = inflect(word.masculine, word.feminine, leader.gender, leader.plural)
-        # French: ne, la, a, pas, été, très, vue
+        # French: ne, la, a, pas, été, vue; n', est, pas, très, grande
         finite_at = verb_at if auxiliary in ("", "do", "does") else auxiliary_at
         before = [("ne", adverb_at)] if pas in ("pas", "jamais") else []
         clitic = pronoun.french if pronoun else []
@@ -420,7 +419,7 @@ class Grammar:
             return [*before, (finite, finite_at), *after, *clitic, *last]
         return [*before, *clitic, (finite, finite_at), *after, *degree, *last]
 
-    def tail(self, keep):  # a place, a date (only after completed actions, only once) or nothing
+    def tail(self, keep):  # a prepositional phrase, a date (only once, after the past) or nothing
         if self.random() < 0.3 and self.room(keep) >= 3:
             return self.attach("where act", keep)
         if self.room(keep) < 3 or not self.completed or self.random() < 0.6:
@@ -432,7 +431,7 @@ class Grammar:
 
 def generate(n, split, max_len=30):
     """n triples (English, French, links) with 3 to max_len English words; short ones can recur."""
-    simple = Path(__file__).with_name("simple.en").read_text(encoding="utf-8").splitlines()
+    excluded = {EXAMPLE[0], *Path(__file__).with_name("simple.en").read_text().splitlines()}
     splits = ["train"] * 8 + ["valid", "test"]  # every sentence belongs to one of them
     grammar = Grammar(f"0 {split}")
     pairs = []
@@ -440,8 +439,8 @@ def generate(n, split, max_len=30):
         length = 3 + int((max_len - 2) * grammar.random() ** 2)  # short ones are more frequent
         english, french, links = grammar.sentence(length)
         text = " ".join(english)
-        fits = 3 <= len(english) <= max_len and not re.search(r"\b(\w+|\w+ \w+) and \1\b", text)
-        fits = fits and text not in (EXAMPLE[0], *simple)
+        doubled = re.search(r"\b(\w+|\w+ \w+) and \1\b", text)  # john and john
+        fits = 3 <= len(english) <= max_len and text not in excluded and not doubled
         if fits and splits[zlib.crc32(text.encode()) % 10] == split:
             pairs.append((text, " ".join(french), links))
     return pairs
@@ -464,8 +463,9 @@ def main():
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for split, n in dict(train=args.pairs, valid=500, test=999).items():
-        pairs = [EXAMPLE] * (split == "test") + generate(n, split, args.max_len)
-        if split == "valid":  # scripts translate the first after every validation: not too short
+        pairs = [EXAMPLE] if split == "test" else []
+        pairs += generate(n, split, args.max_len)
+        if split == "valid":  # first 11 words: scripts show how the first sentence is learned
             pairs.sort(key=lambda pair: len(pair[0].split()) != 11)
         english, french, links = zip(*pairs)
         columns = dict(en=english, fr=french)
